@@ -141,7 +141,7 @@ class Engine:
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
-            watching_draft=drafting.watches_prefill(models) and speculate.strategy,
+            watching_draft=speculate.strategy if drafting.watches_prefill(models) else None,
         )
         runs_as = resolve_method(config, hosts.size).name
         was_asked_for = config.method != PrefillConfig.method
@@ -240,7 +240,10 @@ class Engine:
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
-            refuse(hybrid=hybrid_family(described), drafting=speculate and speculate.strategy)
+            refuse(
+                hybrid=hybrid_family(described),
+                drafting=None if speculate is None else speculate.strategy,
+            )
         # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):

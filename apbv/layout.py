@@ -81,7 +81,9 @@ class ContextLayout:
         """The host that alone computes the prompt's last token; None if every host does."""
         if not self.is_split:
             return 0
-        return None if len(self.query) else 0 if self.zigzag else self.num_hosts - 1
+        if len(self.query):
+            return None
+        return 0 if self.zigzag else self.num_hosts - 1
 
     @property
     def zigzag(self) -> bool:
@@ -209,14 +211,13 @@ def plan_layout(
     if not 0 <= context_start <= query_start < num_tokens:
         raise LayoutError(
             "a prompt needs 0 <= context_start <= query_start < num_tokens, or its query is "
-            "empty, got "
-            f"context_start={context_start}, query_start={query_start}, num_tokens={num_tokens}"
+            f"empty, got context_start={context_start}, query_start={query_start}, "
+            f"num_tokens={num_tokens}"
         )
     if anchor_len is not None and anchor_len >= query_start > 0:
         raise LayoutError(
             f"anchor_len={anchor_len} leaves no context: only {query_start} of the prompt's "
-            f"{num_tokens} tokens "
-            "come before the query"
+            f"{num_tokens} tokens come before the query"
         )
     if anchor_len is None:
         anchor_len = default_anchor_len(num_tokens)

@@ -102,10 +102,11 @@ class Plan:
     def __str__(self) -> str:
         busiest = self.needed.index(max(self.needed))
         left = f"; about {self.num_left:,} are left" if self.num_left < self.num_tokens else ""
+        num_hosts = len(self.hosts)
+        hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
         lines = {
             "model": self.model,
-            "method": f"{self.method} on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}, KV "
-            f"{self.kv}",
+            "method": f"{self.method} on {hosts}, KV {self.kv}",
             "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them "
             f"visual{left}",
         }
@@ -195,7 +196,10 @@ def plan(
         require_divisible(config, tensor_parallel)
     device, itemsize = choose_device(), _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
-    refuse(hybrid=hybrid_family(config), drafting=speculate and speculate.strategy)
+    refuse(
+        hybrid=hybrid_family(config),
+        drafting=None if speculate is None else speculate.strategy,
+    )
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (
             1 if device.type == "cuda" else hosts * tensor_parallel

@@ -27,8 +27,7 @@ REFUSALS = {
     ),
     ("rope_by_length", "offering"): (
         "{offering} transfers keys to vLLM, whose rotary frequencies ({rope_by_length}) do not "
-        "depend on the length "
-        "of the prompt"
+        "depend on the length of the prompt"
     ),
     (
         "hybrid",
@@ -40,8 +39,7 @@ REFUSALS = {
     ),
     ("hybrid", "handing_over"): (
         "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} "
-        "models cannot "
-        "undo: use to_dynamic_cache(), and append a token chosen from the logits"
+        "models cannot undo: use to_dynamic_cache(), and append a token chosen from the logits"
     ),
     (
         "hybrid",
@@ -71,8 +69,7 @@ REFUSALS = {
     ),
     ("self_drafting", "tensor_parallel"): (
         "{self_drafting}, with which the target drafts itself, is not supported with tensor "
-        "parallelism: TP rank "
-        "0 of host 0 drafts"
+        "parallelism: TP rank 0 of host 0 drafts"
     ),
     ("draft_host", "learning_draft"): (
         "{learning_draft} learns from every verification before it continues drafting: not on a "
@@ -95,8 +92,7 @@ REFUSALS = {
     ): "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
     ("ranking_on_draft_host", "reduction"): (
         "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a "
-        "draft host choose "
-        "another, such as keep='even'"
+        "draft host choose another, such as keep='even'"
     ),
     ("draft_host", "one_host"): "a draft host needs at least two hosts",
     (

@@ -40,8 +40,7 @@ def text(
     """One line of text, whose baseline is at ``y``."""
     return (
         f"<text x='{x:g}' y='{y:g}' {FONT} font-size='{size}' text-anchor='{anchor}' "
-        f"fill='{colour}'>"
-        f"{escape(words)}</text>"
+        f"fill='{colour}'>{escape(words)}</text>"
     )
 
 
@@ -68,8 +67,8 @@ def draw() -> str:
         f"height='{HEIGHT}' role='img'>",
         "<title>From a video to an answer on two hosts</title>",
         "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' "
-        "markerHeight='7' "
-        f"orient='auto-start-reverse'><path d='M0 0 L10 5 L0 10 z' fill='{INK}'/></marker></defs>",
+        "markerHeight='7' orient='auto-start-reverse'><path d='M0 0 L10 5 L0 10 z' "
+        f"fill='{INK}'/></marker></defs>",
         f"<rect width='{WIDTH}' height='{HEIGHT}' rx='8' fill='{PAPER}'/>",
     ]
 

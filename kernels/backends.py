@@ -102,8 +102,8 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type != "cuda":
         return (
-            f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 "
-            "runs it anywhere)"
+            f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 runs "
+            "it anywhere)"
         )
     major, minor = capability(device)
     if major < 8:

@@ -71,11 +71,12 @@ def parse_arguments(
     for name in ("frames", "fps", "video_chunk_mib", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
-    shown = next(
-        (f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None
-    )
+    source = None
+    for name in ("audio", "image", "video"):
+        if getattr(options, name):
+            source = f"--{name}"
     with parser.rejecting():
-        refuse(context=options.context and "--context", source=shown)
+        refuse(context="--context" if options.context else None, source=source)
     check(parser, options)
     return options
 

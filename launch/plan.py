@@ -82,12 +82,19 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     from apbv import plan
 
     try:
-        draft = options.draft_model
+        speculate = None
+        if options.draft_model:
+            speculate = SpeculativeConfig(
+                draft_model=options.draft_model, keep_ratio=options.keep_ratio
+            )
+        device_memory = None
+        if options.device_memory is not None:
+            device_memory = round(options.device_memory * 1e9)
         planned = plan(
             options.model,
             prefill=options.prefill,
-            speculate=draft and SpeculativeConfig(draft_model=draft, keep_ratio=options.keep_ratio),
-            device_memory=options.device_memory and round(options.device_memory * 1e9),
+            speculate=speculate,
+            device_memory=device_memory,
             num_frames=options.frames,
             **{name: getattr(options, name) for name in _OF_PLAN},
         )

@@ -79,8 +79,7 @@ def _is_origin(text: str) -> bool:
 _ORIGIN = reading(
     str,
     "be *, null or an origin as browsers send it: as https://example.com or http://localhost:3000, "
-    "in lower case, "
-    "without a wildcard, a path or the scheme's own port",
+    "in lower case, without a wildcard, a path or the scheme's own port",
     _is_origin,
 )
 
@@ -197,8 +196,10 @@ def _add_limit(
         read = positive(float if is_bytes else int, _MOST)
     shown = default if default is None or not is_bytes else default // _MIB
     names = ["--" + name.replace("_bytes", "_mib").replace("_", "-")]
+    if name == "max_running":  # vLLM's name
+        names.append("--max-num-seqs")
     group.add_argument(
-        *names + ["--max-num-seqs"] * (name == "max_running"),
+        *names,
         dest=name,
         type=(lambda text: int(read(text) * _MIB)) if is_bytes else read,
         default=default,
@@ -227,7 +228,10 @@ def _check(options: argparse.Namespace) -> None:
         ValueError: an option is rejected, as of :func:`check_requests`.
     """
     check_requests(options)
-    refuse(reduction=options.reduce, handing_over=options.kv_transfer and "--kv-transfer")
+    refuse(
+        reduction=options.reduce,
+        handing_over="--kv-transfer" if options.kv_transfer else None,
+    )
     if options.kv_transfer is None:
         for name in ("kv_host", "kv_port", "kv_seconds"):
             if getattr(options, name) is not None:

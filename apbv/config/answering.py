@@ -101,8 +101,9 @@ class SamplingParams(Checked):
             raise ValueError(
                 "json_schema or grammar ends the answer: it excludes min_tokens and ignore_eos"
             )
-        if self.is_greedy:
-            object.__setattr__(self, "temperature", self.temperature and 0.0)
+        # Very low temperatures are greedy: 0.
+        if self.is_greedy and self.temperature is not None:
+            object.__setattr__(self, "temperature", 0.0)
 
     def filled(self, defaults: "SamplingParams") -> "SamplingParams":
         """Return these parameters with others for those that are left open; without a temperature

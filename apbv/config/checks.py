@@ -71,8 +71,13 @@ def one_of(known: Sequence[str | int], default: Any = MISSING):
 
 def integer(low: int, high: int, default: int | None, **about):
     """Make a field with an integer from low to high."""
-    power = (high + 1).bit_length() - 1
-    limit = f"2^{power}-1" if high > 2**20 else "2^20" if high == 2**20 else high
+    if high > 2**20:
+        power = (high + 1).bit_length() - 1
+        limit = f"2^{power}-1"
+    elif high == 2**20:
+        limit = "2^20"
+    else:
+        limit = str(high)
     says = f"be an integer in {low} .. {limit}"
     return setting(default, says, Allowed((int,), lambda value: low <= value <= high), int, **about)
 

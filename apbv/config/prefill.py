@@ -220,13 +220,15 @@ class PrefillConfig(Checked):
             sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
         )
         without = "without an anchor" if has_anchor else f"method {self.method}"
+        has_no_anchor = not has_anchor or self.anchor_len == 0
+        is_dense = self.method in ("zigzag_ring", "ulysses")
         return {
             "anchor_query": self.anchor_query,
-            "no_anchor": (not has_anchor or self.anchor_len == 0) and without,
-            "reduction": reduce and reduce.method,
-            "sparse": sparse and sparse.method,
-            "dense_method": self.method in ("zigzag_ring", "ulysses") and self.method,
-            "other_sparse_method": is_other and self.method,
+            "no_anchor": without if has_no_anchor else None,
+            "reduction": None if reduce is None else reduce.method,
+            "sparse": None if sparse is None else sparse.method,
+            "dense_method": self.method if is_dense else None,
+            "other_sparse_method": self.method if is_other else None,
         }
 
     @property

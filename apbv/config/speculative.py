@@ -25,10 +25,13 @@ def _are_terms(terms: tuple[str, ...]) -> bool:
 
 
 def _is_ensemble(letters: str) -> bool:
-    contexts = set(letters.removesuffix("*"))
-    return contexts <= set(CONTEXTS) and len(contexts) >= max(
-        len(letters.removesuffix("*")), 1 + ("*" in letters)
-    )
+    is_adaptive = letters.endswith("*")
+    contexts = letters.removesuffix("*")
+    are_known = set(contexts) <= set(CONTEXTS)
+    are_different = len(set(contexts)) == len(contexts)
+    # Weights can be adapted to one another only.
+    fewest = 2 if is_adaptive else 1
+    return are_known and are_different and len(contexts) >= fewest
 
 
 @dataclass(frozen=True, kw_only=True)

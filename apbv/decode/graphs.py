@@ -196,8 +196,8 @@ def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
         return "the members of a host exchange results in every layer"
     if parts.rope_by_length is not None:
         return (
-            "rotary frequencies that depend on the length of a sequence "
-            f"({parts.rope_by_length}) wait for it"
+            f"rotary frequencies that depend on the length of a sequence ({parts.rope_by_length}) "
+            "wait for it"
         )
     if parts.capture_failures:
         return parts.capture_failures[0]

@@ -95,8 +95,8 @@ def processor() -> Found:
     """
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
     text = (
-        f"{os.cpu_count()} cores, {fair_share_of_cores()} for each host; "
-        f"{torch.get_num_threads()} threads; "
+        f"{os.cpu_count()} cores, {fair_share_of_cores()} for each host; {torch.get_num_threads()} "
+        "threads; "
     )
     text += f"{free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
     if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:

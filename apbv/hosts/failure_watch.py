@@ -78,7 +78,8 @@ class PendingCall:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until the call has returned; RuntimeError if it has not in time; else raise what it
         raised."""
-        if not wait_for_futures([self._future], timeout and timeout.total_seconds()).done:
+        seconds = None if timeout is None else timeout.total_seconds()
+        if not wait_for_futures([self._future], seconds).done:
             raise RuntimeError("the call has not returned yet")
         self._future.result()
 

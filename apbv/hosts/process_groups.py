@@ -97,8 +97,7 @@ class ProcessGroups:
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
-                    "processes: "
-                    "each needs its own GPU, and NCCL"
+                    "processes: each needs its own GPU, and NCCL"
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
         has_nccl = not on_cpu and not is_staged
@@ -310,8 +309,7 @@ def join_world(timeout: float) -> bool:
     except RuntimeError as error:
         raise HostError(
             f"rendezvous timed out after {timeout:g} s: {error} (nodes connect over the network "
-            "interface "
-            "GLOO_SOCKET_IFNAME if set, else over the address of the node's own name)"
+            "interface GLOO_SOCKET_IFNAME if set, else over the address of the node's own name)"
         ) from error
     # Its name until torch 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -346,8 +344,7 @@ def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     if tensor_parallel < 1 or num_processes % tensor_parallel:
         raise ValueError(
             f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with "
-            "--tensor-parallel T, "
-            "start T processes per host"
+            "--tensor-parallel T, start T processes per host"
         )
 
 

@@ -315,11 +315,14 @@ def _placed(
         off = 0.0
         if time is not None:
             recent.append(time - begun - fed)
+            mean = float(np.mean(recent))
             is_gap = abs(recent[-1]) > (0 if setup is None else _ANEW)
-            are_away = len(recent) == _IN_A_ROW and max(recent) - min(recent) < _JITTER < abs(
-                np.mean(recent)
-            )
-            off = recent[-1] if is_gap else float(np.mean(recent)) if are_away else 0.0
+            are_steady = max(recent) - min(recent) < _JITTER
+            are_away = len(recent) == _IN_A_ROW and are_steady and abs(mean) > _JITTER
+            if is_gap:
+                off = recent[-1]
+            elif are_away:
+                off = mean
         if found != setup or off:
             yield from resampled(None)
             begun = begun + fed + off

@@ -83,16 +83,14 @@ class ModelInputs:
         if needed > max_positions:
             raise PromptError(
                 f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} "
-                "positions, but "
-                f"the model has {max_positions} (max_position_embeddings)"
+                f"positions, but the model has {max_positions} (max_position_embeddings)"
             )
 
     def without_pixels(self) -> "ModelInputs":
         """Return the same prompt with its pixels and spectrograms released."""
-        visual = self.visual and replace(self.visual, pixels=None)
-        return replace(
-            self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None)
-        )
+        visual = None if self.visual is None else replace(self.visual, pixels=None)
+        audio = None if self.audio is None else replace(self.audio, spectrograms=None)
+        return replace(self, visual=visual, audio=audio)
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
         """Return the same prompt at vLLM's positions, for KV from which vLLM decodes.
@@ -267,8 +265,8 @@ def visual_from_batch(
         if item is None or kinds[start : start + item.num_rows] != [kind] * item.num_rows:
             raise PromptError(
                 f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were "
-                "given, which "
-                f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
+                f"given, which have {'no' if item is None else 'another'} {kind} at placeholder "
+                f"{start}"
             )
         start += item.num_rows
         found.append((item, values))

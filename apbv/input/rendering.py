@@ -97,10 +97,13 @@ class Question(Checked):
     def __post_init__(self):
         super().__post_init__()
         for name in ("video", "images", "audio"):
-            given = getattr(self, name)
-            files = (
-                [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-            )
+            value = getattr(self, name)
+            if value is None:
+                files = []
+            elif isinstance(value, list | tuple):
+                files = list(value)
+            else:
+                files = [value]
             object.__setattr__(self, name, files)
         if "demo" in self.video and not Path("demo").exists():
             videos = [demo.video_path() if video == "demo" else video for video in self.video]
@@ -230,10 +233,16 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         images = asked.images
         sounds = asked.audio
         limits = [None] * len(images)
-        shown = "video" if videos else "images" if images else "audio" if sounds else None
+        source = None
+        if videos:
+            source = "video"
+        elif images:
+            source = "images"
+        elif sounds:
+            source = "audio"
         if context is not None:
             try:
-                refuse(context="context", source=shown)
+                refuse(context="context", source=source)
             except ValueError as error:
                 raise PromptError(str(error)) from None
         if prompt is None or not prompt.strip():
@@ -267,8 +276,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
         raise PromptError(
             f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos "
-            "and "
-            f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
+            f"and {len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
     for what, sources in (("a video", videos), ("audio", sounds)):
         for source in sources:
@@ -356,8 +364,8 @@ def _collect_sources(
             if not isinstance(source, Mapping) or source.get("url") is None:
                 raise PromptError(
                     "a content part must be a dictionary of type 'text' with a 'text', or of type "
-                    "'image', 'video'"
-                    f" or 'audio' with a local file under that key, got {part!r:.200}"
+                    "'image', 'video' or 'audio' with a local file under that key, got "
+                    f"{part!r:.200}"
                 )
             beside = {name: value for name, value in source.items() if name != "url"}
             options = _options(kind, {**beside, **told})
@@ -426,8 +434,8 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
         message = (
-            "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which "
-            "JSON has not"
+            "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which JSON "
+            "has not"
         )
         raise PromptError(f"{message}, got {call!r:.200}") from None
     except (RecursionError, TypeError):

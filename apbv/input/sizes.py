@@ -128,9 +128,8 @@ class PixelLimits:
         """Return the most pixels of a frame, by qwen-vl-utils' rule; None: the model's."""
         if self.total is None:
             return self.most
-        shared = max(
-            self.total / num_frames * num_merged, int((self.least or factor**2) * _ABOVE_LEAST)
-        )
+        least = self.least or factor**2
+        shared = max(self.total / num_frames * num_merged, int(least * _ABOVE_LEAST))
         return shared if self.most is None else min(self.most, shared)
 
     def _require_reasonable(self, factor: int, what: str) -> None:
@@ -151,8 +150,7 @@ class PixelLimits:
         if not least <= found[0] * found[1] <= most:
             raise PromptError(
                 f"{what} cannot have {least:.0f} to {most:.0f} pixels: the sides are multiples of "
-                f"{factor}, and the "
-                f"nearest size is {found[0]}x{found[1]}"
+                f"{factor}, and the nearest size is {found[0]}x{found[1]}"
             )
 
 

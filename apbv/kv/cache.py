@@ -238,8 +238,7 @@ class ShardedLayer(GrowingLayer):
         if -tokens_to_remove > croppable:
             raise ValueError(
                 f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of "
-                f"{self.num_tokens} are "
-                "kept in order on host 0"
+                f"{self.num_tokens} are kept in order on host 0"
             )
         self.num_tokens += tokens_to_remove
         if self.holds_newest and tokens_to_remove:

@@ -348,8 +348,7 @@ class Writer:
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise StorageError(
                     f"{path} is missing: all hosts must share the directory {self.path}, and "
-                    "nothing else may be "
-                    "saved there meanwhile"
+                    "nothing else may be saved there meanwhile"
                 )
         manifest.require_complete(self.path)
         # Until it is moved, a failed save removes it with the rest.

@@ -133,8 +133,7 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
     if inputs != outputs:
         raise ValueError(
             f"it has {inputs or 'no'} rows of the embedding and {outputs or 'no'} rows of the "
-            "head, but the model has "
-            f"{num_tokens} tokens: without both the others would be random"
+            f"head, but the model has {num_tokens} tokens: without both the others would be random"
         )
     model.resize_token_embeddings(inputs, mean_resizing=False)
 

@@ -64,8 +64,8 @@ def _why_no_adapter(adapter: str | Path) -> str:
         return f"the adapter {adapter} does not exist: there is no such directory"
     if not Path(adapter).is_dir() and constants.HF_HUB_OFFLINE:
         return (
-            f"the adapter {adapter} is not in the local cache, and HF_HUB_OFFLINE forbids to "
-            "ask the hub"
+            f"the adapter {adapter} is not in the local cache, and HF_HUB_OFFLINE forbids to ask "
+            "the hub"
         )
     return f"{adapter} is not a PEFT adapter: it has no {_CONFIG}"
 
@@ -204,8 +204,8 @@ def require_reachable(path: str | Path) -> None:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # of the client's own types
         message = (
-            f"it is not in the local cache, and the hub, {constants.ENDPOINT}, cannot be "
-            f"reached: {error}"
+            f"it is not in the local cache, and the hub, {constants.ENDPOINT}, cannot be reached: "
+            f"{error}"
         )
         raise OSError(message) from error
 

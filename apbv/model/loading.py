@@ -35,12 +35,10 @@ MAX_NEW_TOKENS = 128
 # Settings of a generation config that change the tokens of an answer, and are not supported.
 _UNSUPPORTED = (
     "bad_words_ids begin_suppress_tokens constraints diversity_penalty "
-    "encoder_no_repeat_ngram_size "
-    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
-    "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale min_length "
-    "min_new_tokens "
-    "no_repeat_ngram_size num_beams penalty_alpha sequence_bias stop_strings suppress_tokens top_h "
-    "typical_p watermarking_config"
+    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id "
+    "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
+    "sequence_bias stop_strings suppress_tokens top_h typical_p watermarking_config"
 )
 
 
@@ -188,8 +186,8 @@ def _described_errors(path: str | Path) -> Iterator[None]:
         reason = str(error)
         if "trust_remote_code" in reason:
             reason = (
-                "it has code of its own, which is never run: transformers itself has to know "
-                "the model"
+                "it has code of its own, which is never run: transformers itself has to know the "
+                "model"
             )
         name = "demo" if path == demo.model_path() else path
         raise ValueError(f"cannot load the model {name}: {reason}") from error

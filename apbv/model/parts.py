@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +156,22 @@ class DecoderSizes:
         """
         text = config.get_text_config()
         vision = getattr(config, "vision_config", None)
-        found = partial(_first_of, text)
-        chosen = 0
-        width = found("intermediate_size")
-        experts = found("num_experts", "n_routed_experts")
+        width = _first_of(text, "intermediate_size")
+        experts = _first_of(text, "num_experts", "n_routed_experts")
+        num_active_experts = 0
         if experts:
-            chosen = text.num_experts_per_tok + found("n_shared_experts")
+            num_active_experts = text.num_experts_per_tok + _first_of(text, "n_shared_experts")
+            shared_width = _first_of(text, "shared_expert_intermediate_size")
+            experts_width = text.moe_intermediate_size * num_active_experts + shared_width
+            if shared_width:  # an expert of another width
+                num_active_experts += 1
             # Some layers may have an MLP all the same.
-            has_mlp = (
-                found("mlp_only_layers", "first_k_dense_replace")
-                or found("decoder_sparse_step") > 1
+            has_dense_layers = (
+                bool(_first_of(text, "mlp_only_layers", "first_k_dense_replace"))
+                or _first_of(text, "decoder_sparse_step") > 1
             )
-            shared = found("shared_expert_intermediate_size")  # one of another width
-            width = max(text.moe_intermediate_size * chosen + shared, width * bool(has_mlp))
-            chosen += bool(shared)
+            dense_width = width if has_dense_layers else 0
+            width = max(experts_width, dense_width)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -181,7 +183,7 @@ class DecoderSizes:
             vocab=text.vocab_size,
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
             experts=experts,
-            chosen_experts=chosen,
+            chosen_experts=num_active_experts,
             linear=LinearSizes.from_config(text),
             **others,
         )
@@ -641,8 +643,7 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
         if layer_type not in supported:
             raise UnsupportedModelError(
                 f"layer {index} of this {family} model is of type {layer_type}; only "
-                f"{' and '.join(supported)} is "
-                "supported"
+                f"{' and '.join(supported)} is supported"
             )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise UnsupportedModelError(

@@ -94,8 +94,8 @@ def prefill(
         if found != expected:
             raise ValueError(
                 f"the model is shard {found[0]} of {found[1]}, but this process is TP rank "
-                f"{expected[0]} of "
-                f"{expected[1]}: load the model with Engine.from_pretrained and these hosts"
+                f"{expected[0]} of {expected[1]}: load the model with Engine.from_pretrained and "
+                "these hosts"
             )
         if parts.device.type != hosts.device.type:
             raise ValueError(
@@ -204,9 +204,8 @@ def _plan(
         if hosts.is_leader:
             warn_caller(
                 f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the "
-                "question, is "
-                f"too short to be split over {hosts.size} hosts: host 0 computes it alone"
-                + (", exactly" if config.sparse is None else "")
+                f"question, is too short to be split over {hosts.size} hosts: host 0 computes it "
+                "alone" + (", exactly" if config.sparse is None else "")
             )
         method_type = method_alone(config)
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)

@@ -187,8 +187,8 @@ def _read_layers(
     """
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
-            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
-            f"cannot be split evenly across {hosts.tensor_parallel_size} processes"
+            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which cannot be "
+            f"split evenly across {hosts.tensor_parallel_size} processes"
         )
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
     return [

@@ -314,10 +314,8 @@ class Room:
         stage = _STAGES[int(number)]
         raise NotEnoughMemoryError(
             f"a prompt of {self.num_tokens:,} tokens does not fit in memory: "
-            f"{self.hosts.name_of(short[0])} needs "
-            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} "
-            "GB are free; "
-            f"{_ADVICE[stage]}"
+            f"{self.hosts.name_of(short[0])} needs at least {least / 1e9:.2f} GB, for "
+            f"{_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; {_ADVICE[stage]}"
         )
 
     @contextmanager
@@ -343,6 +341,6 @@ class Room:
             estimate = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in parts if size)
             raise NotEnoughMemoryError(
                 f"{self.hosts.name} ran out of memory on {self.hosts.device} in the {stage} of a "
-                "prompt of "
-                f"{self.num_tokens:,} tokens, which takes about {estimate}; {_ADVICE[stage]}"
+                f"prompt of {self.num_tokens:,} tokens, which takes about {estimate}; "
+                f"{_ADVICE[stage]}"
             ) from error

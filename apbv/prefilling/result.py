@@ -52,9 +52,8 @@ class HandoffCache(DynamicCache):
         if self.get_seq_length() <= self._num_tokens:
             raise ValueError(
                 "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its "
-                "KV, which gives "
-                "wrong tokens; for speculative decoding use Engine(speculate=…), or "
-                "launch/infer.py --speculate"
+                "KV, which gives wrong tokens; for speculative decoding use Engine(speculate=…), "
+                "or launch/infer.py --speculate"
             )
         super().activate_past_recording()
 
@@ -62,8 +61,7 @@ class HandoffCache(DynamicCache):
         if key_states.shape[0] != 1:
             raise ValueError(
                 "the KV is of one sequence: num_beams and num_return_sequences must be 1; for "
-                "another answer call "
-                "generate() again, with new generate_inputs()"
+                "another answer call generate() again, with new generate_inputs()"
             )
         return super().update(key_states, *args, **kwargs)
 
@@ -188,7 +186,7 @@ class PrefillResult:
             stop=request.stop,
             prompt_ids=self.inputs.input_ids[0],
             logprobs=request.logprobs,
-            grammar=request.grammar and request.grammar.copy(),
+            grammar=None if request.grammar is None else request.grammar.copy(),
             ready=self.timer.prefilled.event,
         )
 
@@ -207,16 +205,18 @@ class PrefillResult:
         """
         path = Path(path)
         hosts = self.kv.hosts
-        token = hosts.broadcast_bytes(
-            secrets.token_hex(8).encode() if hosts.is_leader else b""
-        ).decode()
+        new_token = secrets.token_hex(8).encode() if hosts.is_leader else b""
+        token = hosts.broadcast_bytes(new_token).decode()
         writer = Writer(path, token)
         try:
             with hosts.local_stage("saving the KV"):
                 number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-                held = self.kv.held()
-                written = held and writer.write_shard(number, held[0], self._own_heads(), held[1])
-            of_writers = hosts.gather_json(written and asdict(written))
+                shard = None
+                share = self.kv.held()
+                if share is not None:
+                    tokens, layers = share
+                    shard = writer.write_shard(number, tokens, self._own_heads(), layers)
+            of_writers = hosts.gather_json(None if shard is None else asdict(shard))
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
                     shards = tuple(from_json(Shard, each) for each in of_writers if each)
@@ -250,7 +250,7 @@ class PrefillResult:
         hosts = self.kv.hosts
         refuse(
             handing_over="offer()",
-            reduction=self.reduction and self.reduction.method,
+            reduction=None if self.reduction is None else self.reduction.method,
             hybrid=self._hybrid,
         )
         drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
@@ -308,7 +308,17 @@ class PrefillResult:
         """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
         inputs = self.inputs
         layout = self.layout
-        reduction = self.reduction
+        visual = None
+        if inputs.visual is not None:
+            visual = StoredVisual(inputs.visual.kind, inputs.num_visual_tokens)
+        reduction = None
+        if self.reduction is not None:
+            reduction = StoredReduction(
+                self.reduction.method,
+                float(self.reduction.ratio),
+                self.reduction.num_before,
+                tuple(self.reduction.kept.tolist()),
+            )
         prompt = {"logits": self.logits, "position_ids": self._positions()}
         if self.kv.states is not None:
             prompt |= self.kv.states.named
@@ -319,15 +329,9 @@ class PrefillResult:
             token_ids=tuple(inputs.input_ids[0].tolist()),
             context_start=inputs.context_start,
             query_start=inputs.query_start,
-            visual=inputs.visual and StoredVisual(inputs.visual.kind, inputs.num_visual_tokens),
+            visual=visual,
             density=self.density,
-            reduction=reduction
-            and StoredReduction(
-                reduction.method,
-                float(reduction.ratio),
-                reduction.num_before,
-                tuple(reduction.kept.tolist()),
-            ),
+            reduction=reduction,
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,
             prompt=writer.write_prompt(**prompt),

@@ -221,5 +221,7 @@ def _prefix_key(inputs: ModelInputs) -> Hashable:
     # Positions too: the same frames of a longer part of a video lie further apart.
     prefix = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
     prefix += inputs.position_ids[..., : inputs.query_start].numpy().tobytes()
-    sources = (visual and visual.identity, audio and audio.sources)
-    return hashlib.sha256(prefix).digest(), inputs.position_rule, *sources
+    visual_identity = None if visual is None else visual.identity
+    audio_sources = None if audio is None else audio.sources
+    digest = hashlib.sha256(prefix).digest()
+    return digest, inputs.position_rule, visual_identity, audio_sources

@@ -64,8 +64,8 @@ class Bodies:
                     self._make_room()
         except TimeoutError as error:
             message = (
-                f"the body took too long (at most {_BODY_SECONDS:g} s, less while others "
-                "need the room)"
+                f"the body took too long (at most {_BODY_SECONDS:g} s, less while others need the "
+                "room)"
             )
             raise ApiError(408, message, headers={"Connection": "close"}) from error
         finally:

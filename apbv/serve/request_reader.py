@@ -269,8 +269,8 @@ class Reader:
             for token in special:
                 if token in text:
                     message = (
-                        f"a constant or a property's name has the special token {token!r}, "
-                        "which no answer can have"
+                        f"a constant or a property's name has the special token {token!r}, which "
+                        "no answer can have"
                     )
                     raise ApiError(400, message, param=field)
 
@@ -297,8 +297,7 @@ class Reader:
         if getattr(request, "may_call", False) and self._call_format is None:
             message = (
                 "the chat template tells the model to call tools in a format that is not supported "
-                "by this server, "
-                "which leaves tool_choice none"
+                "by this server, which leaves tool_choice none"
             )
             raise ApiError(400, message, param="tools")
 
@@ -467,8 +466,8 @@ class Reader:
                 raise ApiError(
                     400,
                     f"the videos and images have {num_frames} frames, but at most "
-                    f"{self._settings.max_frames} are "
-                    "allowed; ask for fewer with num_frames, which applies per video",
+                    f"{self._settings.max_frames} are allowed; ask for fewer with num_frames, "
+                    "which applies per video",
                     param="messages",
                 )
             frames = [(1, video.info.most_pixels) for video in videos for _ in video.frames]

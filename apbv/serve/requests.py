@@ -264,8 +264,8 @@ class Part(_Strict):
     def _why_refused(self, names: list[str]) -> str:
         given = [*self.options, *names]
         return (
-            f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by "
-            "this server"
+            f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this "
+            "server"
         )
 
 
@@ -458,16 +458,16 @@ class GenerationRequest(_Strict):
                 )
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
             message = (
-                "a JSON response_format excludes min_tokens and ignore_eos: the schema ends "
-                "the answer"
+                "a JSON response_format excludes min_tokens and ignore_eos: the schema ends the "
+                "answer"
             )
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
         if self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_prefill:
             message = (
-                "this server is a prefill instance and cannot load KV: send "
-                "do_remote_prefill to the decode instance"
+                "this server is a prefill instance and cannot load KV: send do_remote_prefill to "
+                "the decode instance"
             )
             raise _refused("kv_transfer_params", message)
         if self.hands_over and self.stream:
@@ -539,8 +539,8 @@ class _ChatOptions(_Strict):
         ]
         if options:
             message = (
-                f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat "
-                "template samples no files"
+                f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template "
+                "samples no files"
             )
             raise _refused("chat_template_kwargs", message)
         return self

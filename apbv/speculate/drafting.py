@@ -145,14 +145,11 @@ class Drafting:
             )
         )
         for each in models:
-            refuse(
-                hybrid=each and hybrid_family(each.model.config),
-                drafting=config and config.strategy,
-            )
-        strategy = config and STRATEGIES[config.strategy]
-        if (
-            strategy and strategy.needs_draft_model and not config.draft_host
-        ):  # which has to read requests itself
+            if each is not None and config is not None:
+                refuse(hybrid=hybrid_family(each.model.config), drafting=config.strategy)
+        strategy = None if config is None else STRATEGIES[config.strategy]
+        # A draft host has to read requests itself.
+        if strategy and strategy.needs_draft_model and not config.draft_host:
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target = reads(models.target)
@@ -174,7 +171,7 @@ class Drafting:
         Raises:
             ValueError: the prompt is rejected; the message says why.
         """
-        keep = self._config and keep_policy(self._config)
+        keep = None if self._config is None else keep_policy(self._config)
         visual = inputs.visual
         if keep == "hippo" or keep in FRAME_POLICIES:
             if visual is not None and visual.kind == "image":

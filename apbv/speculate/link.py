@@ -338,8 +338,7 @@ class Pair:
             if self.link is not None and self.link.settings_differ:
                 raise ValueError(
                     "the draft host has other settings for this request than the target's hosts: "
-                    "pass the same prompt, "
-                    "frames and sampling parameters on every host"
+                    "pass the same prompt, frames and sampling parameters on every host"
                 )
             if not self._other_takes_part and self.link is not None and not self.is_draft:
                 warn_caller("answering without the draft host, which cannot read this request")

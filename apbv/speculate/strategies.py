@@ -141,25 +141,25 @@ def require_consistent(
     strategy = STRATEGIES[config.strategy]
     keep = keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
-    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
+    ranking = f"keep={keep!r}" if ranks_by_prefill(config) else None
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
         one_host=hosts.size == 1,
-        one_model=not strategy.needs_draft_model and name,
-        self_drafting=strategy.runs_target and name,
+        one_model=name if not strategy.needs_draft_model else None,
+        self_drafting=name if strategy.runs_target else None,
         tensor_parallel=hosts.tensor_parallel_size > 1,
-        learning_draft=strategy.needs_verdicts and name,
+        learning_draft=name if strategy.needs_verdicts else None,
         tree=draft_tree(config) is not None,
-        chain_only=not strategy.drafts_trees and name,
+        chain_only=name if not strategy.drafts_trees else None,
         keep=config.keep,
-        no_choice=strategy.keep is None and name,
+        no_choice=name if strategy.keep is None else None,
         keep_tokens=config.keep_tokens is not None,
-        fixed_share=not prunes(config) and name,
+        fixed_share=name if not prunes(config) else None,
         prune_kv=config.prune == "kv",
-        drops_nothing=drops_nothing and name,
-        ranking_on_draft_host=config.draft_host and ranking,
-        caption=config.needs_caption and config.ensemble,
+        drops_nothing=name if drops_nothing else None,
+        ranking_on_draft_host=ranking if config.draft_host else None,
+        caption=config.ensemble if config.needs_caption else None,
         no_captioner=not has_captioner,
     )
 

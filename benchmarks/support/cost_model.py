@@ -447,15 +447,15 @@ def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: lis
     )
     lines = [
         f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor "
-        f"{layout.anchor_len}, "
-        f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
+        f"{layout.anchor_len}, {len(layout.blocks)} blocks, passing {layout.passing_len}, query "
+        f"{len(layout.query)}",
         f"  {f'on host {busiest}':<17}{'TFLOP':>12}{'share':>8}",
         *(
             f"  {part:<17}{count / 1e12:>12.4f}{count / mine.flops.total():>8.1%}"
             for part, count in parts
         ),
-        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, "
-        f"all hosts together {work_ratio(full, costs):.2f}",
+        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, all hosts together "
+        f"{work_ratio(full, costs):.2f}",
         f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host",
         f"received: {received or 'nothing'}",
     ]

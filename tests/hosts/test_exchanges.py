@@ -212,8 +212,8 @@ def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
 def test_settings_that_differ_are_named_with_both_values_on_every_host(pool):
     start = "HostError: the request must be the same on every host: "
     several = (
-        "prefill.method is 'star' on host 2, but 'apbv' on host 0; seed is 7 on host 2, but "
-        "None on host 0"
+        "prefill.method is 'star' on host 2, but 'apbv' on host 0; seed is 7 on host 2, but None "
+        "on host 0"
     )
     missing = "seed is None on host 2, but 7 on host 0"
     assert pool.run(3, different_settings_job) == [(start + several, start + missing)] * 3

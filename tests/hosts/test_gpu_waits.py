@@ -107,8 +107,8 @@ def cut_off_job(hosts: HostGroup):
 
 def test_a_wait_ends_with_the_exchange_and_an_error_that_one_host_sees_reaches_the_others(tmp_path):
     text = (
-        "HostError: another host ended, or did not answer in time (seen by host 0): NCCL "
-        "reports COMM_ERROR"
+        "HostError: another host ended, or did not answer in time (seen by host 0): NCCL reports "
+        "COMM_ERROR"
     )
     outcomes = run_fresh(Store(tmp_path), 2, told_job, tmp_path, cut_off_job)
     assert [outcome.result for outcome in outcomes] == [("nothing raised", False, text, True)] * 2

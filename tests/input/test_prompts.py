@@ -26,13 +26,13 @@ STRING = (
     "add_generation_prompt %}>{% endif %}"
 )
 BOTH = (
-    "{%- for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}>{% if thinks %}<think>{% endif %}{% endif %}"
+    "{%- for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% "
+    "for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}>{% if thinks %}<think>{% endif %}{% endif %}"
 )
 LOSING = (
-    "{%- for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}{% "
-    "endfor %}>"
+    "{%- for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}{% endfor "
+    "%}>"
 )
 
 
@@ -332,9 +332,8 @@ def test_a_chat_of_another_shape_is_refused(content, message):
 CALLS = STRING.replace(
     "{% endfor %}{% if",
     "{% for c in m.tool_calls or () %}{{ c.function.name }}({{ c.function.arguments.at }}){% "
-    "endfor %}"
-    "{{ m.tool_call_id }}{% endfor %}{% for t in tools or () %}<{{ t.function.name }}>{% endfor "
-    "%}{% if",
+    "endfor %}{{ m.tool_call_id }}{% endfor %}{% for t in tools or () %}<{{ t.function.name }}>{% "
+    "endfor %}{% if",
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "seek", "arguments": '{"at": 3}'}}
 

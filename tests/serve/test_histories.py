@@ -28,8 +28,8 @@ def prompt(app, *messages) -> str:
 
 def test_reasoning_of_earlier_answers_reaches_the_template(engine, monkeypatch):
     shown = (
-        "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if "
-        "message.reasoning }}<|im_end|>"
+        "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if message.reasoning "
+        "}}<|im_end|>"
     )
     template = engine.processor.chat_template.replace("<|im_end|>", shown)
     monkeypatch.setattr(engine.processor, "chat_template", template)

@@ -156,16 +156,25 @@ def _pixels_of(codec: str, data: bytes) -> int:
     """Return the size of a keyframe of VP8 (RFC 6386, 9.1) or VP9 (bitstream specification, 6.2); 0
     if damaged."""
     if codec == "vp8":
-        return (int.from_bytes(data[6:8], "little") & 0x3FFF) * (
-            int.from_bytes(data[8:10], "little") & 0x3FFF
-        )
+        width = int.from_bytes(data[6:8], "little") & 0x3FFF
+        height = int.from_bytes(data[8:10], "little") & 0x3FFF
+        return width * height
     bits = _Bits(data, is_escaped=False)
     try:
         bits.u(2)
         profile = bits.u(1) + 2 * bits.u(1)
-        bits.u(4 + (profile == 3) + 24 + (profile > 1))
+        # The frame's header up to its color space: a reserved bit, a start code, a bit depth.
+        if profile == 3:
+            bits.u(1)
+        bits.u(4 + 24)
+        if profile > 1:
+            bits.u(1)
         is_rgb = bits.u(3) == 7
-        bits.u((not is_rgb) + (3 - is_rgb * 2 if profile % 2 else 0))
+        # The color range; with other subsamplings than 4:2:0 these, and a reserved bit.
+        if not is_rgb:
+            bits.u(1)
+        if profile % 2:
+            bits.u(1 if is_rgb else 3)
         return (bits.u(16) + 1) * (bits.u(16) + 1)
     except ValueError:
         return 0

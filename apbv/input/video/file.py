@@ -399,8 +399,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
                 last = length_of_last(times, np.array(lengths))
                 if num_estimated:
                     shown = (
-                        f"{num_estimated} of {len(times)} frames have no time of their own in "
-                        "the file"
+                        f"{num_estimated} of {len(times)} frames have no time of their own in the "
+                        "file"
                     )
                     warn_caller(f"{path}: {shown}; it is estimated")
         timestamps = times * unit.numerator / unit.denominator

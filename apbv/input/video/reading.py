@@ -186,8 +186,10 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     Returns:
         The place of each run's frames in ``wanted``.
     """
-    if not len(info.pts) or not wanted:
-        return [range(len(wanted))] * bool(wanted)
+    if not wanted:
+        return []
+    if not len(info.pts):
+        return [range(len(wanted))]
     keys = _keys_of(info, wanted)
     # The frames with which their groups begin.
     starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()
@@ -268,7 +270,9 @@ class _Chunks:
         self._shape = shape
         self._chunk_len = chunk_len
         num_whole, rest = divmod(num_rows, chunk_len)
-        self._missing = [chunk_len] * num_whole + [rest] * (rest > 0)
+        self._missing = [chunk_len] * num_whole
+        if rest:
+            self._missing.append(rest)
         self._arrays: dict[int, np.ndarray] = {}
         self._taking = 0
         self._has_ended = False

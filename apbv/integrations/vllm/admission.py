@@ -64,10 +64,8 @@ class Admission:
         if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise ValueError(
                 f"the prompt of {request.num_prompt_tokens} tokens does not start with the "
-                f"{facts.num_tokens} of "
-                "the KV: vLLM and the prefill instance render the request differently, or use "
-                "another number or "
-                "size of frames"
+                f"{facts.num_tokens} of the KV: vLLM and the prefill instance render the request "
+                "differently, or use another number or size of frames"
             )
         if isinstance(source, Saved):
             _require_visual(request, source)
@@ -76,8 +74,7 @@ class Admission:
             # vLLM and transformers give them differently to text after a video.
             raise ValueError(
                 f"the KV was computed at other positions (positions={facts.position_rule!r}) than "
-                "vLLM gives the "
-                "request: prefill with positions='vllm'"
+                "vLLM gives the request: prefill with positions='vllm'"
             )
         self._set_apart(request, source.salt)
         # vLLM computes the last token of every prompt itself, to get its logits.
@@ -132,8 +129,8 @@ class Admission:
         if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
             raise ValueError(
                 "this version of vLLM cannot isolate a request's KV in its prefix cache: give the "
-                "request a "
-                f"cache_salt that contains {salt!r}, or start vLLM with --no-enable-prefix-caching"
+                f"request a cache_salt that contains {salt!r}, or start vLLM with "
+                "--no-enable-prefix-caching"
             )
 
 
@@ -157,8 +154,7 @@ def _require_visual(request: Request, saved: Saved) -> None:
         if shown and not feature.identifier.startswith(saved.visual_uuid):
             raise ValueError(
                 f"the request's {feature.modality} is {feature.identifier!r}, which may differ "
-                "from that of "
-                f"the KV: its uuid must be {saved.visual_uuid!r} (see "
+                f"from that of the KV: its uuid must be {saved.visual_uuid!r} (see "
                 "apbv.integrations.vllm.request_params)"
             )
 

@@ -97,8 +97,8 @@ class Fetch:
         """Return the timing of the load, once everything is in place."""
         first, last, now = (moment - self.began for moment in (self.first, self.last, time.time()))
         return (
-            f"fetch began at {self.began:.6f}; first layer {first:.6f}, all {last:.6f}, in "
-            f"place {now:.6f} s"
+            f"fetch began at {self.began:.6f}; first layer {first:.6f}, all {last:.6f}, in place "
+            f"{now:.6f} s"
         )
 
     def close(self) -> None:

@@ -144,9 +144,8 @@ class PrefillMethod(ABC):
         closer_len = math.ceil(layout.num_tokens / ACCURATE_PASSING)
         if layout.early.passing_len < closer_len:
             return (
-                "answers were closer to full attention's, and took longer, with "
-                f"early_passing_len = {closer_len:,}, and more so with passing_len = "
-                f"{closer_len:,}"
+                "answers were closer to full attention's, and took longer, with early_passing_len "
+                f"= {closer_len:,}, and more so with passing_len = {closer_len:,}"
             )
         return None
 

@@ -157,8 +157,7 @@ def require_whole_frames(inputs: ModelInputs, what: str) -> None:
     if inputs.visual is not None and not all(item.is_whole for item in inputs.visual.items):
         raise PromptError(
             f"{what} compares whole frames, but the model's processor left out tokens that repeat "
-            "a frame: "
-            "set use_token_compression to false in the config of its video processor"
+            "a frame: set use_token_compression to false in the config of its video processor"
         )
 
 

@@ -53,7 +53,7 @@ def require_usable(
         hybrid=hybrid_family(model),
         rope_by_length=rope_by_length(model.get_text_config()),
         kv_reuse=kv_reuse,
-        reduction=config and config.method,
+        reduction=None if config is None else config.method,
     )
 
 

@@ -134,8 +134,8 @@ class Streams:
             self._known.get(stream, Moment())
         ):
             yield (
-                f"{user} in stream {stream}, which is to be quick, waits for what may be far "
-                "from done"
+                f"{user} in stream {stream}, which is to be quick, waits for what may be far from "
+                "done"
             )
         for tensor in reads:
             uses = self._uses.setdefault(_memory(tensor), _Uses((stream, position)))
@@ -184,8 +184,7 @@ class Streams:
                 if not self._is_behind(uses.owner, stream, position):
                     yield (
                         f"memory of stream {uses.owner} is free while stream {stream} may still "
-                        "use it: "
-                        "record_stream was not called"
+                        "use it: record_stream was not called"
                     )
 
     def _note_stranger(self, tensor: Tensor, uses: _Uses, stream: int, position: int) -> None:
