@@ -1,10 +1,12 @@
 """Exchanges embeddings of visual and audio tokens between hosts, overlapped with encoding.
 
-Without frame parallelism every host encodes everything, keeps the rows of its tokens, and nothing
-is exchanged, as in a single process. Else every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the
+Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the
 hosts that need them, with a failure flag; during the transfer it encodes the next chunk. A host
 that failed keeps taking part, with rows of zeros, until all hosts know of it: no host then waits
 for ever, and the group can serve the next request.
+
+Without frame parallelism every host encodes everything, as a single process does, and keeps the
+rows of its own tokens: nothing is exchanged.
 """
 
 from collections import deque

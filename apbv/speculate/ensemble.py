@@ -89,10 +89,8 @@ def read_contexts(
     for letter in task.config.ensemble.rstrip("*"):
         if letter in "MP":
             if letter == "P":
-                cells, piece = (
-                    pooling_cells(parts, inputs),
-                    inputs.visual.pieces[inputs.visual.host],
-                )
+                cells = pooling_cells(parts, inputs)
+                piece = inputs.visual.pieces[inputs.visual.host]
                 # This pools the projector's output, where the paper pools its input: only the
                 # output is accessible in unmodified models of every family.
                 pooled = means_of_groups(

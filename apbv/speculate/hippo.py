@@ -29,8 +29,8 @@ def local_semantics(
     frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring
-    host, if it has not all of them itself. A row that belongs to no frame (a separator at a video's end) has an infinite score: it is
-    never pruned.
+    host, if it has not all of them itself. A row that belongs to no frame (a separator at a video's
+    end) has an infinite score: it is never pruned.
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
