@@ -98,6 +98,10 @@ REFUSALS = {
         "draft host choose "
         "another, such as keep='even'"
     ),
+    ("prefills_in_turn", "no_draft_host"): (
+        "without a draft host the draft always prefills after the target: concurrent_prefill=False "
+        "does not apply"
+    ),
     ("draft_host", "one_host"): "a draft host needs at least two hosts",
     (
         "caption",
