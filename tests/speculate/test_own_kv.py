@@ -79,8 +79,8 @@ def verified_job(hosts: HostGroup, strategy: str, kv: str, num_nodes: int | None
 def test_what_is_verified_is_seen_with_the_targets_kv(
     pool, clip, strategy, kv, num_nodes, temperature
 ):
-    """STD and Streaming: the verification's dense KV takes the place of what the sparse draft computed of the
-    same tokens."""
+    """STD and Streaming: the verification's dense KV takes the place of what the sparse draft
+    computed of the same tokens."""
     request = {
         "video": str(clip),
         "num_frames": 12,
