@@ -223,7 +223,7 @@ def plan(
             start = _TOKENS_BEFORE
             stop = start + num_visual + video.num_text_tokens
             num_tokens = stop + _TOKENS_BEHIND
-            share = ceil(video.num_patches / hosts)
+            share = ceil(video.num_patches / (hosts if prefill.frame_parallel else 1))
             held = FRAME_COPIES * 3 * height * width * count + PIXEL_COPIES * video.pixel_bytes
             patch = held // video.num_patches
             most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)
@@ -238,8 +238,20 @@ def plan(
         stop -= num_tokens - num_left
         layout = method.plan(hosts, num_left, start, stop, prefill)
         visual = range(start, stop) if num_visual else range(0)
-        options = of_model | {"visual": visual, "num_encoded": num_encoded, "chunk": chunk}
-        memory = [host_memory(sizes, layout, host, prefill.kv, **options) for host in range(hosts)]
+        memory = [
+            host_memory(
+                sizes,
+                layout,
+                host,
+                prefill.kv,
+                visual=visual,
+                num_encoded=num_encoded,
+                encodes_all=not prefill.frame_parallel,
+                chunk=chunk,
+                **of_model,
+            )
+            for host in range(hosts)
+        ]
         return Plan(
             model=name,
             method=method.name,

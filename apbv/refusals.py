@@ -94,6 +94,10 @@ REFUSALS = {
         "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a "
         "draft host choose another, such as keep='even'"
     ),
+    ("prefills_in_turn", "no_draft_host"): (
+        "without a draft host the draft always prefills after the target: concurrent_prefill=False "
+        "does not apply"
+    ),
     ("draft_host", "one_host"): "a draft host needs at least two hosts",
     (
         "caption",

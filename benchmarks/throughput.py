@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model llama-small --tokens 32768
     torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl
+    torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table4 --json table4.jsonl
     python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
 
 All methods do the same work outside attention: the same vision encoding, logits of the last token
@@ -41,7 +42,7 @@ from support.records import columns_of, fields_of, markdown_table, measure_on_ho
 from support.summaries import percentiles
 
 BASELINES = ("full", "zigzag_ring")
-SWITCHES = ("overlap", "fused_query", "zigzag")
+SWITCHES = ("overlap", "fused_query", "zigzag", "frame_parallel")
 PRESETS = presets_of("throughput")
 
 
@@ -68,17 +69,20 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
         frames = options.frames or usual["frames"]
-        sizes = options.resolutions or ["720p" if is_large else "240p"]
+        sizes = options.resolutions or [usual.get("resolution", "720p") if is_large else "240p"]
         workloads = [
             Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames
         ]
 
     base = prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
+    configs = {name: replace(base, method=name) for name in methods}
+    if "rows" in usual and not options.methods:
+        configs = {label: replace(base, **settings) for label, settings in usual["rows"].items()}
     cases = [
-        Case(name, replace(base, method=name), number if METHODS[name].splits else 1)
+        Case(label, config, number if METHODS[config.method].splits else 1)
         for number in numbers
-        for name in methods
+        for label, config in configs.items()
     ]
     return workloads, sorted(dict.fromkeys(cases), key=lambda case: case.hosts > 1)
 

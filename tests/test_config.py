@@ -21,7 +21,7 @@ def test_defaults_are_the_method_of_the_paper():
     settings = PrefillConfig()
     assert (settings.method, settings.importance, settings.kv) == ("apbv", "peak", "gathered")
     assert settings.anchor_len is None and settings.passing_len is None
-    on = {"overlap", "fused_query", "zigzag"}
+    on = {"overlap", "fused_query", "zigzag", "frame_parallel"}
     assert {name for name in SWITCHES if getattr(settings, name)} == on
     assert set(SWITCHES) - on == {"anchor_query", "on_single_host"}
 

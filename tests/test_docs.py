@@ -187,6 +187,8 @@ FEATURES = {
     "source": "`--video`, `--image` or `--audio`",
     "draft_host": "`--draft-host`",
     "one_host": "one host",
+    "prefills_in_turn": "`concurrent_prefill=False`",
+    "no_draft_host": "no `--draft-host`",
     "one_model": "`std`, `streaming`, `layerskip` or `ngram`",
     "self_drafting": "`std`, `streaming` or `layerskip`",
     "quantized": "quantized weights",

@@ -163,6 +163,11 @@ class PrefillConfig(Checked):
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
             "Z").
+        frame_parallel: each host reads and encodes its share of the frames, images and audio, and
+            gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
+            "V"). Off, every host reads and encodes everything, as one process does, and no
+            embeddings are exchanged. It is a setting here, beside the other switches of Table 4,
+            and not one of ``video``, because it must be the same on every host.
         on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
             is exact, and to which every method degenerates without other hosts to share the work.
         kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as
@@ -191,6 +196,7 @@ class PrefillConfig(Checked):
     overlap: bool = True
     fused_query: bool = True
     zigzag: bool = True
+    frame_parallel: bool = True
     on_single_host: bool = False
     kv: str = one_of(KV_PLACEMENTS, "gathered")
     backend: str = one_of(BACKEND_NAMES, "auto")

@@ -89,6 +89,9 @@ class SpeculativeConfig(Checked):
             a chain for the others.
         draft_host: the last of at least two hosts drafts while the others, which run the target,
             verify.
+        concurrent_prefill: with a draft host: whether it prefills while the target does (HIPPO,
+            Section 5.2), or only when the target's prefill has ended, as PEARL does (PEARL-video in
+            HIPPO's Table 3). Without a draft host the draft always prefills after the target.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does
             not answer, even if it is still computing; at most a quarter of the hosts' own timeout.
 
@@ -120,6 +123,7 @@ class SpeculativeConfig(Checked):
     )
     num_tree_nodes: int | None = integer(1, 256, None)
     draft_host: bool = False
+    concurrent_prefill: bool = True
     draft_timeout: float = number(
         "be a positive number of seconds", lambda seconds: seconds > 0, 60.0
     )
@@ -127,7 +131,12 @@ class SpeculativeConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse(keep_ratio=self.keep_ratio is not None, keep_tokens=self.keep_tokens is not None)
+        refuse(
+            keep_ratio=self.keep_ratio is not None,
+            keep_tokens=self.keep_tokens is not None,
+            prefills_in_turn=not self.concurrent_prefill,
+            no_draft_host=not self.draft_host,
+        )
         if self.keep_tokens is None and self.keep_ratio is None:
             object.__setattr__(self, "keep_ratio", DEFAULT_KEEP_RATIO)
 

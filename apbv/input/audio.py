@@ -71,8 +71,9 @@ class AudioInput(RowStarts):
     Attributes:
         lengths: the spectrogram frames of every clip.
         unit: the spectrogram frames of a unit.
-        units: for every host, the units that it encodes; ascending with the host.
-        host: the host whose share this is.
+        units: for every host, the units that it encodes; ascending with the host. One range of all
+            where every host encodes everything.
+        host: the host whose share this is, an index of ``units``.
         row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
         spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
         sources: identities of the clips; None if the caller prepared them.
@@ -85,6 +86,11 @@ class AudioInput(RowStarts):
     row_starts: tuple[int, ...]
     spectrograms: tuple[Tensor, ...] | None = None
     sources: tuple[Source, ...] | None = None
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each of several hosts encodes a share; else every host encodes everything."""
+        return len(self.units) > 1
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -118,6 +124,7 @@ def audio_from_batch(
 
     Args:
         input_ids: ``[n]``, the prompt.
+        hosts: this host alone, where every host encodes everything.
 
     Raises:
         PromptError: no spectrograms, or not those of the prompt's placeholders.

@@ -19,7 +19,14 @@ from ..model.parts import ModelParts
 from ..refusals import refuse
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
-from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, share_out
+from .visual import (
+    PIXEL_COPIES,
+    PromptError,
+    VisualInput,
+    VisualItem,
+    encoding_hosts,
+    share_out,
+)
 
 POSITION_RULES = ("transformers", "vllm")
 
@@ -126,6 +133,7 @@ class ModelInputs:
         hosts: HostGroup,
         query_start: int | None = None,
         query_len: int = DEFAULT_QUERY_LEN,
+        frame_parallel: bool = True,
     ) -> "ModelInputs":
         """Build from the output of a transformers processor or tokenizer for one prompt.
 
@@ -138,6 +146,8 @@ class ModelInputs:
                 after its last visual or audio token.
             query_len: if ``query_start`` is not given, the number of tokens at a text's end that
                 are its query.
+            frame_parallel: whether the hosts share out what is encoded, as in
+                :class:`apbv.PrefillConfig`.
 
         Raises:
             PromptError: an empty, batched or padded prompt, or pixels of other images and videos
@@ -155,6 +165,7 @@ class ModelInputs:
         if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
+        hosts = encoding_hosts(hosts, frame_parallel)
         visual = visual_from_batch(parts, batch, input_ids[0], hosts) if shows else None
         audio = audio_from_batch(parts, batch, input_ids[0], hosts) if sounds else None
         return cls.of_sources(parts, batch, input_ids, visual, audio)

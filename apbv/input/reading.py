@@ -26,7 +26,7 @@ from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
-from .visual import PromptError, share_out
+from .visual import PromptError, encoding_hosts, share_out
 
 _MOST_KEPT = 16
 
@@ -213,8 +213,8 @@ class PromptReader:
         """Find which tokens of videos a prompt has, where the processor leaves some out;
         collective.
 
-        Every host compares its share of the frames. What host 0 knows, of an earlier prompt, it
-        sends.
+        Every host compares its share of the frames, or without frame parallelism all of them. What
+        host 0 knows, of an earlier prompt, it sends.
 
         Args:
             videos: as :meth:`sample` returned them, the same on every host.
@@ -234,6 +234,14 @@ class PromptReader:
                 source = Source(FileIdentity.of(video.info.path), video.frames)
                 frames = range(len(video.frames))
                 known = self._kept.get(source) if video.kept is None else video.kept
+            if not self._config.frame_parallel:
+                with hosts.local_stage("comparing frames"):
+                    if known is None:
+                        known = kept_tokens(
+                            self.processor, video, frames, hosts, timer, self._config.video
+                        )
+                found.append(replace(video, kept=self._remember(source, known)))
+                continue
             shares = split_evenly(frames, hosts.size)
             if hosts.broadcast_ints([known is not None], 1)[0]:
                 shares = [frames, *[range(0)] * (hosts.size - 1)]
@@ -245,11 +253,15 @@ class PromptReader:
                     )
             rows = known.to(hosts.device, torch.uint8)
             kept = torch.cat(hosts.gather_rows(rows, [*map(len, shares)]).wait()).bool().cpu()
-            self._kept[source] = kept
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-            found.append(replace(video, kept=kept))
+            found.append(replace(video, kept=self._remember(source, kept)))
         return tuple(found)
+
+    def _remember(self, source: Source, kept: Tensor) -> Tensor:
+        """Cache which tokens a prompt has of a video, and return them."""
+        self._kept[source] = kept
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)), None)
+        return kept
 
     def read(
         self,
@@ -285,10 +297,11 @@ class PromptReader:
             input_ids = skeleton.batch["input_ids"]
             visual = None
             audio = None
+            encoding = encoding_hosts(hosts, config.frame_parallel)
             if skeleton.items:
-                visual = share_out(skeleton.items, hosts)
+                visual = share_out(skeleton.items, encoding)
             if skeleton.sounds:
-                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts)
+                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], encoding)
                 audio = replace(audio, sources=skeleton.sounds)
             inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
         if visual is None:
@@ -296,7 +309,7 @@ class PromptReader:
         readers = []
         device = self.parts.device
         for run, numbers in visual.runs:
-            if not intersect(run, visual.patches[hosts.rank]):
+            if not intersect(run, visual.patches[visual.host]):
                 continue
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):

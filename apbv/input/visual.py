@@ -160,8 +160,9 @@ class VisualInput(RowStarts):
 
     Attributes:
         items: the videos and images, in prompt order.
-        patches: for every host, the temporal patches that it encodes; ascending with the host.
-        host: the host whose share ``pixels`` are.
+        patches: for every host, the temporal patches that it encodes; ascending with the host. One
+            range of all where every host encodes everything.
+        host: the host whose share ``pixels`` are, an index of ``patches``.
         row_starts: P + 1 numbers: temporal patch p has the rows row_starts[p] .. row_starts[p + 1].
         pixels: of this host's share; None if it is empty, or encoded already.
         chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
@@ -179,6 +180,11 @@ class VisualInput(RowStarts):
         """``"video"`` or ``"image"`` where all items are, else ``"mixed"``."""
         kinds = {item.kind for item in self.items}
         return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each of several hosts encodes a share; else every host encodes everything."""
+        return len(self.patches) > 1
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -276,11 +282,21 @@ def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, patches.stop)
 
 
+def encoding_hosts(hosts: HostGroup, frame_parallel: bool) -> HostGroup:
+    """Return the hosts among which a prompt's frames, images and audio are shared out.
+
+    Args:
+        frame_parallel: as in :class:`apbv.PrefillConfig`; off, that is this host alone.
+    """
+    return hosts if frame_parallel else HostGroup.single(hosts.device)
+
+
 def share_out(items: Sequence[VisualItem], hosts: HostGroup) -> VisualInput:
     """Share the temporal patches of a prompt's items out among the hosts that encode them (Eq. 6).
 
     Args:
         items: the videos and images, in prompt order.
+        hosts: this host alone, where every host encodes everything.
     """
     row_starts = accumulate(
         chain.from_iterable(map(attrgetter("rows_of_patches"), items)), initial=0

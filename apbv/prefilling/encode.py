@@ -136,7 +136,8 @@ def all_rows(
         shown: says which rows belong to temporal patches, or to units of audio.
         chunks: the patches or units of its chunks, adjacent ones.
         source: makes their rows.
-        hosts, stop: as of :func:`~apbv.prefilling.cancelling.require_going_on`, before each chunk.
+        hosts, stop: as of :func:`~apbv.prefilling.cancelling.require_going_on`, before each chunk,
+            of which all of these hosts have the same.
 
     Raises:
         ValueError: a chunk's number of rows differs from that of the prompt's placeholders for it.
@@ -147,15 +148,31 @@ def all_rows(
     streams = [
         torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths
     ]
+    error = None
     with closing(source(chunks)) as encoded:
         for chunk in chunks:
             require_going_on(hosts, stop)
-            rows = next(encoded, streams[0][:0])
-            require_as_many(rows, len(shown.rows_of(chunk)))
-            for stream, part in zip(streams, rows.split(widths, dim=-1), strict=True):
-                stream[done : done + len(rows)] = part
-            done += len(rows)
+            if error is not None:  # others encode the same chunks, and ask before each of them
+                continue
+            try:
+                rows = next(encoded, streams[0][:0])
+                require_as_many(rows, len(shown.rows_of(chunk)))
+                for stream, part in zip(streams, rows.split(widths, dim=-1), strict=True):
+                    stream[done : done + len(rows)] = part
+                done += len(rows)
+            except Exception as caught:
+                error = caught
+                if stop is None:  # nobody asks
+                    break
+    if error is not None:
+        raise error
     return streams
+
+
+def sharing_hosts(shown: VisualInput | AudioInput, hosts: HostGroup) -> HostGroup:
+    """Return the hosts that have a prompt's rows together: all of them, or this one alone, where
+    every host has encoded everything."""
+    return hosts if shown.is_shared_out else HostGroup.single(hosts.device)
 
 
 def require_as_many(rows: Tensor, wanted: int) -> None:

@@ -4,6 +4,9 @@ Every host encodes its share in chunks. In round r each host sends the rows of i
 hosts that need them, with a failure flag; during the transfer it encodes the next chunk. A host
 that failed keeps taking part, with rows of zeros, until all hosts know of it: no host then waits
 for ever, and the group can serve the next request.
+
+Without frame parallelism every host encodes everything, as a single process does, and keeps the
+rows of its own tokens: nothing is exchanged.
 """
 
 from collections import deque
@@ -93,8 +96,8 @@ def encode_and_exchange(
     chunk_bytes: int | None = None,
     stop: Stop | None = None,
 ) -> LocalVisual:
-    """Encode this host's share, and send every host the rows of its local tokens, and no others;
-    collective.
+    """Encode this host's share, and send every host the rows of its local tokens, and no others; or
+    encode everything, and keep the rows of this host's tokens; collective.
 
     Args:
         source: makes the visual rows of this host's share; those of audio come from the model's
@@ -120,10 +123,11 @@ def encode_and_exchange(
         *limit: int,
         num_streams: int = 1,
     ):
-        if hosts.num_processes == 1:  # it has all tokens, and nobody to tell
+        if not shown.is_shared_out:
             widths = [parts.hidden_size] * num_streams
             with hosts.local_stage("encode"):
-                return all_rows(parts, shown, shown.chunks(0, *limit), by, widths, hosts, stop)
+                streams = all_rows(parts, shown, shown.chunks(0, *limit), by, widths, hosts, stop)
+                return _take(streams, _rows_of(layout, hosts.rank, is_row))
         chunks = [shown.chunks(host, *limit) for host in range(hosts.size)]
         return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(
             by, timer, stop
@@ -139,6 +143,28 @@ def encode_and_exchange(
             visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack
         )
     return local
+
+
+def _rows_of(layout: ContextLayout, host: int, is_row: Tensor) -> Tensor:
+    """Return the numbers of the rows of a host's tokens, in local order.
+
+    Args:
+        is_row: ``[n]``, which of the prompt's tokens are rows.
+    """
+    number = is_row.cumsum(0) - 1  # of the row that a token is
+    local = numbers_in(*layout.local_spans(host))
+    return number[local[is_row[local]]]
+
+
+def _take(streams: list[Tensor], places: Tensor) -> list[Tensor]:
+    """Return some rows of every stream, which is dropped then, unless they are all, in order."""
+    if torch.equal(places, torch.arange(len(streams[0]))):
+        return streams
+    places = to_device(places, streams[0].device)
+    taken = []
+    while streams:
+        taken.append(streams.pop(0)[places])
+    return taken
 
 
 class _Rounds:
@@ -164,13 +190,12 @@ class _Rounds:
         self._hosts = hosts
         self._chunks = chunks[hosts.rank]
         self._num_rows = shown.num_rows
-        # Of the row that a token is.
-        num_rounds, number = (max(map(len, chunks)), is_row.cumsum(0) - 1)
+        num_rounds = max(map(len, chunks))
         # Of every host, the rows of its local tokens; by round, those it makes.
-        self._needed, self._made = ([], [])
+        self._needed: list[Tensor] = []
+        self._made: list[list[Tensor]] = []
         for host, of_host in enumerate(chunks):
-            local = numbers_in(*layout.local_spans(host))
-            self._needed.append(number[local[is_row[local]]])
+            self._needed.append(_rows_of(layout, host, is_row))
             runs = [*map(shown.rows_of, of_host), *[range(0)] * (num_rounds - len(of_host))]
             self._made.append([*map(numbers_in, runs)])
         num_rows = len(self._needed[hosts.rank])

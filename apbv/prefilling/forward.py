@@ -103,7 +103,14 @@ def prefill(
             )
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
-            inputs = ModelInputs.from_processor(parts, inputs, hosts, query_len=config.query_len)
+            inputs = ModelInputs.from_processor(
+                parts,
+                inputs,
+                hosts,
+                query_len=config.query_len,
+                frame_parallel=config.frame_parallel,
+            )
+        _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
         if reduce is not None:
             require_reducible(reduce, inputs)
@@ -134,6 +141,7 @@ def prefill(
             visual=range(inputs.context_start, inputs.query_start)
             if inputs.num_visual_tokens
             else range(0),
+            encodes_all=not config.frame_parallel,
         )
     room = Room(memory, inputs.num_tokens, hosts)
     room.require()
@@ -181,6 +189,21 @@ def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
         packed_attention(parts.audio_tower),
     ):
         yield
+
+
+def _require_shared_out(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig) -> None:
+    """Reject inputs that were made for another way to encode.
+
+    Raises:
+        ValueError: what is encoded is shared out, and should not be, or the other way round.
+    """
+    wanted = config.frame_parallel and hosts.size > 1
+    for shown in (inputs.visual, inputs.audio):
+        if shown is not None and shown.is_shared_out != wanted:
+            raise ValueError(
+                f"the prefill has frame_parallel={config.frame_parallel}, but its inputs were made "
+                "for another number of hosts, or with another frame_parallel"
+            )
 
 
 def _plan(

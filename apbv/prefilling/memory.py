@@ -76,6 +76,7 @@ def host_memory(
     tensor_parallel: int = 1,
     visual: range = range(0),
     num_encoded: int = 0,
+    encodes_all: bool = False,
     chunk: int = 0,
 ) -> HostMemory:
     """Estimate a prefill's memory on one host.
@@ -92,6 +93,8 @@ def host_memory(
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
+        encodes_all: whether it has the embeddings of the whole prompt, without frame parallelism,
+            while it copies those of its own tokens.
         chunk: memory to encode a chunk of the video.
     """
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
@@ -116,9 +119,12 @@ def host_memory(
     # Where queries have a norm, there are these and two copies in fp32 before any K and V.
     queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
     layer = residual + max(num_rows * (hidden + queries), mlp) + sizes.vocab * (itemsize + 4)
+    num_embeddings = num_visual
+    if encodes_all and num_visual < len(visual):
+        num_embeddings += len(visual)
     kept = sizes.kv_layers * num_kept * kv_row
     passing = _passing(layout, host, query, kv_row)
-    encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
+    encoding = {"embeddings": max(num_embeddings, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
     gathered = {"KV": max(sizes.kv_layers * gathered_row, kept)}

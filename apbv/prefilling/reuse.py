@@ -116,7 +116,7 @@ class Reuse:
         if self.mode != "exact" or visual is None:
             return False
         return _all_hosts_have(
-            hosts, visual.identity in self._cache or not visual.pieces[hosts.rank]
+            hosts, visual.identity in self._cache or not visual.pieces[visual.host]
         )
 
     def embeddings(

@@ -48,12 +48,15 @@ class BesideDraft:
                     if read.inputs.visual is not None
                     else None
                 )
-                if watcher is not None:  # the draft can use its scores before the prefill ends
+                if watcher is not None and self._config.concurrent_prefill:
+                    # The draft can use its scores before the prefill ends.
                     watcher.request_early(partial(self._pair.send_scores, waits=False))
                 # It cannot be cancelled: the draft host would be lost with it.
                 state = prefiller.run(
                     replace(read, request=replace(read.request, may_cancel=False)), watcher
                 )
+                if not self._config.concurrent_prefill:
+                    self._pair.allow_prefill()
                 answered = self._decode(read.request, watcher, state)
             except BaseException:
                 self._pair.fail()
@@ -110,8 +113,8 @@ class DraftHost:
         return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
-        """Read the prompt and draft while the target prefills, unless the target's scores are
-        needed first.
+        """Read the prompt and draft while the target prefills, unless the target's scores, or the
+        end of its prefill, have to be awaited first.
 
         Returns:
             The new tokens, and the report.
@@ -122,6 +125,8 @@ class DraftHost:
         inputs = read.inputs
         timer = read.request.timer
         is_scored = inputs.visual is not None and make_watcher(config, parts) is not None
+        if not config.concurrent_prefill:
+            link.expect_verdict().wait()
         awaited = link.expect_verdict() if is_scored else None
 
         def scores() -> Tensor:

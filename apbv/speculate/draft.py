@@ -18,7 +18,7 @@ from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
 from ..prefilling.moving import move_rows
 from ..prefilling.result import PrefillResult
-from ..transfer import numbers_in
+from ..transfer import numbers_in, to_device
 from ..versions import CACHE_ARGUMENT
 from .drafters import Drafter, ModelDrafter
 
@@ -36,7 +36,8 @@ def prefill_draft(
     collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is
-    left out, as in HIPPO's experiments with a model that hears.
+    left out, as in HIPPO's experiments with a model that hears. Without frame parallelism nothing
+    is sent.
 
     Args:
         parts: the draft.
@@ -55,6 +56,8 @@ def prefill_draft(
     tokens = torch.cat([text, visual]).sort().values
 
     def at_home(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor) -> Tensor:
+        if not source.is_shared_out:  # every host has them all
+            return rows[to_device(kept, rows.device)] if hosts.rank == home else rows[:0]
         wanted = [kept if host == home else kept[:0] for host in range(hosts.size)]
         return move_rows(rows, [*map(numbers_in, source.pieces)], wanted, hosts)
 

@@ -100,7 +100,7 @@ def read_contexts(
                 else:
                     # This pools the projector's output, where the paper pools its input: in other
                     # families that may not be one row for each visual token.
-                    piece = inputs.visual.pieces[hosts.rank]
+                    piece = inputs.visual.pieces[inputs.visual.host]
                     own_cells = cells[piece.start : piece.stop] - piece.start
                     pooled = means_of_groups(rows, own_cells, len(rows))
                 cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)

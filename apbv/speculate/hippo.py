@@ -14,6 +14,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kernels import spatial_variety, temporal_change
 from ..model.parts import ModelParts
+from ..prefilling.encode import sharing_hosts
 from ..prefilling.reduction.frames import shared_video, videos_of
 
 
@@ -28,8 +29,8 @@ def local_semantics(
     frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring
-    host. A row that belongs to no frame (a separator at a video's end) has an infinite score: it is
-    never pruned.
+    host, if it has not all of them itself. A row that belongs to no frame (a separator at a video's
+    end) has an infinite score: it is never pruned.
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
@@ -40,7 +41,8 @@ def local_semantics(
     """
     result = torch.full((inputs.num_visual_tokens,), float("inf"))
     for place in videos_of(parts, inputs):
-        video = shared_video(parts, inputs, place, rows, hosts)
+        sharing = sharing_hosts(inputs.visual, hosts)
+        video = shared_video(parts, inputs, place, rows, sharing)
         frames = video.embeddings
         num_frames = video.num_frames
         mine = video.mine
@@ -48,7 +50,7 @@ def local_semantics(
             [frame for frame in (share.start - 1, share.stop) if share and 0 <= frame < num_frames]
             for share in video.shares
         ]
-        beside = dict(zip(neighbours[hosts.rank], video.fetch(neighbours, frames), strict=True))
+        beside = dict(zip(neighbours[sharing.rank], video.fetch(neighbours, frames), strict=True))
         scores = torch.zeros(frames.shape[:2], device=frames.device)
         if "time" in terms:
             change = temporal_change(frames, beside.get(mine.start - 1), beside.get(mine.stop))

@@ -366,6 +366,11 @@ class Pair:
         if not self.is_draft:
             warn_caller(warning)
 
+    def allow_prefill(self) -> None:
+        """Tell a draft that prefills after the target that it can begin, if it takes part; on the
+        target."""
+        self.with_other(lambda link: link.send_verdict(GO_ON))
+
     def send_scores(self, scores: Tensor, waits: bool = True) -> bool:
         """Send the draft the scores of all visual tokens, if it takes part; once per request, on
         the target.

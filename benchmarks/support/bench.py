@@ -80,7 +80,13 @@ class Bench:
             prompt = video_prompt(self.model.config, *shape, self._query_len)
 
         def job(hosts, parts, config):
-            inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, prompt.query_start)
+            inputs = ModelInputs.from_processor(
+                parts,
+                prompt.batch,
+                hosts,
+                prompt.query_start,
+                frame_parallel=config.frame_parallel,
+            )
             hosts.barrier()
             first_lap = len(hosts.laps) if isinstance(hosts, SimulatedHost) else None
             state = prefill(parts, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))

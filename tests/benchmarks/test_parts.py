@@ -243,6 +243,21 @@ def test_presets_cover_the_papers_sweeps():
         1,
         *[n for n in (2, 4, 6, 8) for _ in range(5)],
     ]
+    workloads, cases = throughput.plan(
+        throughput.parse_arguments(["--preset", "table4"]), HostGroup.single("cpu")
+    )
+    assert len(workloads) == 6 and [case.hosts for case in cases] == [1, *[8] * 8]
+    off = {
+        case.label: "".join(
+            letter
+            for letter, switch in zip("OFZV", throughput.SWITCHES, strict=True)
+            if not getattr(case.config, switch)
+        )
+        for case in cases
+    }
+    assert off.pop("APB-V") == off.pop("full") == ""
+    assert all(label.replace("-", "") == letters for label, letters in off.items())
+    assert {"O", "F", "Z", "V", "OF", "OFZ", "OFZV"} == set(off.values())
     for name in accuracy.PRESETS:
         assert len(ways_of(accuracy.PRESETS[name], 1024)) > 1, name
     for name in speculative.PRESETS:

@@ -5,6 +5,8 @@ import json
 import statistics
 
 import pytest
+import speculative
+from throughput import PRESETS, SWITCHES
 
 from apbv.prefilling.methods import METHODS
 
@@ -48,6 +50,19 @@ def test_throughput_of_real_hosts(run):
                 assert row[f"speedup_vs_{baseline}"] == pytest.approx(speedup)
     # Rings carry every key and value to every host; APB-V five per block and layer.
     assert sum(by_label["apbv"]["comm_bytes"]) < sum(by_label["zigzag_ring"]["comm_bytes"]) / 2
+
+
+def test_throughput_without_the_parts_of_the_method(run):
+    """APB-V's Table 4: without V each host encodes all frames, and receives no embeddings."""
+    options = ["--preset", "table4", "--model", "demo", "--frames", 16, "--resolutions", "84x84"]
+    rows, _ = run("throughput", *options, "--rounds", 1, "--warmup", 0, hosts=2)
+    received = {row["label"]: sum(row["comm_bytes"]) for row in rows}
+    assert {row["label"] for row in rows} == PRESETS["table4"]["rows"].keys()
+    assert received["-V"] < received["APB-V"] and received["-O-F-Z-V"] < received["-O-F-Z"]
+    for row in rows:
+        off = [name for name in SWITCHES if not row[name]]
+        settings = PRESETS["table4"]["rows"][row["label"]]
+        assert off == [name for name, is_on in settings.items() if is_on is False]
 
 
 def test_a_profile_shows_what_every_stage_and_host_computes(run, tmp_path):
@@ -253,10 +268,11 @@ def of_clip(tmp_path, *options, clips: int = 1) -> list:
 def test_a_papers_table_of_drafts(run, tmp_path):
     options = of_clip(tmp_path, "--preset", "hippo3", "--tasks", "describe")
     records, _ = run("speculative", *options, hosts=2)
-    assert [record["task"] for record in records] == ["describe"] * 5
+    alone, *drafted = records
+    assert [record["label"] for record in drafted] == [*speculative.PRESETS["hippo3"]]
+    assert {record["task"] for record in records} == {"describe"}
     assert all(record["identical"] and record["preset"] == "hippo3" for record in records)
-    alone = records[0]
-    for record in records[1:5]:
+    for record in drafted:
         figures = record["speculation"]
         assert record["decode_speedup"] == pytest.approx(
             alone["decode_ms"][0] / record["decode_ms"][0]

@@ -107,9 +107,13 @@ def batch_of(family: str, num_tokens: int | None) -> dict:
     return video_batch(family) if num_tokens is None else text_batch(num_tokens)
 
 
-def as_inputs(family, batch, query_start, hosts, dtype=torch.float32) -> ModelInputs:
+def as_inputs(
+    family, batch, query_start, hosts, dtype=torch.float32, frame_parallel=True
+) -> ModelInputs:
     parts = inspect_model(build(family, dtype))
-    return ModelInputs.from_processor(parts, batch, hosts, query_start)
+    return ModelInputs.from_processor(
+        parts, batch, hosts, query_start, frame_parallel=frame_parallel
+    )
 
 
 @torch.no_grad()
@@ -168,8 +172,8 @@ def prefilled(
     hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64
 ):
     """A state, and what of it travels, made where memory holds NaN until it is written."""
-    inputs = as_inputs(family, batch, query_start, hosts, dtype)
     config = PrefillConfig(**{"on_single_host": True, **settings})
+    inputs = as_inputs(family, batch, query_start, hosts, dtype, config.frame_parallel)
     with unwritten_memory_is_nan():
         state = prefill(build(family, dtype), inputs, hosts=hosts, config=config)
     names = ("logits", "num_tokens", "exact", "method", "density", "reduction")

@@ -124,7 +124,7 @@ EXACT = {
         "on_single_host": True,
     },
     "patch by patch": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
-    "shared out": {"method": "ulysses"},
+    "every host all": {"method": "ulysses", "frame_parallel": False},
 }
 
 

@@ -143,7 +143,7 @@ EXACT = {
         "on_single_host": True,
     },
     "frame by frame": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
-    "shared out": {"method": "ulysses"},
+    "every host all": {"method": "ulysses", "frame_parallel": False},
 }
 
 

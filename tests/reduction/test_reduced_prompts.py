@@ -120,7 +120,7 @@ WAYS = {
         "anchor_len": 0,
         "on_single_host": True,
     },
-    "shared out": {"method": "ulysses"},
+    "every host all": {"method": "ulysses", "frame_parallel": False},
 }
 
 

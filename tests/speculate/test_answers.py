@@ -281,6 +281,7 @@ def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
 # ---- what cannot work ----
 
 REFUSED = [
+    ({"concurrent_prefill": False}, None, "without a draft host the draft always prefills after"),
     ({"draft_host": True}, "qwen2_5_vl", "at least two hosts"),
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),

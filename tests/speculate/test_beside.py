@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from apbv import Engine, HostError, HostGroup, ReduceConfig, SamplingParams, SpeculativeConfig
+from apbv.prefilling.prefiller import Prefiller
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
 
@@ -17,6 +18,9 @@ from patience import HANGING, wait_for
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_only"}]
 WAYS += [{**HIPPO, "num_draft_tokens": "auto"}]
+IN_TURN = {"concurrent_prefill": False}
+WAYS += [{"strategy": "vanilla", **IN_TURN}, {**HIPPO, "prune": "kv", **IN_TURN}]
+WAYS += [{"strategy": "parallelvlm", "uv_layer": 1, "keep_ratio": 0.3, **IN_TURN}]
 # Whatever the clip shows, tokens that came before come again.
 PENALISED = SamplingParams(max_new_tokens=9, presence_penalty=-2.0, frequency_penalty=-2.0)
 REPEATING = SamplingParams(max_new_tokens=9, repetition_penalty=1.6)
@@ -255,3 +259,91 @@ def test_a_draft_begins_before_the_target_has_prefilled(
     arguments = way, settings, {**request_, "max_new_tokens": 6}, tmp_path, layer, call
     run = pool.run(num_hosts, prefill_job, *arguments)
     assert all(answers == run[0] and answers[0] == answers[1] for answers in run)
+
+
+# ---- or only when the target has prefilled ----
+
+
+def order_job(hosts: HostGroup, way: dict, request: dict):
+    """Tokens, and what this host does, in order."""
+    engine = engine_of(hosts, way, passing_len=4)
+    events = []
+    run = Prefiller.run
+    send = Link.send_verdict
+    expect = Link.expect_verdict
+
+    def prefilled(*args):
+        state = run(*args)
+        events.append("prefilled")
+        return state
+
+    def sent(*args, **named):
+        events.append("told")
+        send(*args, **named)
+
+    def expected(*args):
+        def heard(verdict):
+            events.append("heard")
+            return verdict
+
+        return expect(*args).then(heard)
+
+    def noted(name: str):
+        function = getattr(module_of[name], name)
+
+        def called(*args, **named):
+            events.append(name)
+            return function(*args, **named)
+
+        return patch.object(module_of[name], name, called)
+
+    module_of = {
+        "encode_visual": import_module("apbv.speculate.builders"),
+        "run_prompt": import_module("apbv.speculate.draft"),
+    }
+    with (
+        patch.object(Prefiller, "run", prefilled),
+        patch.object(Link, "send_verdict", sent),
+        patch.object(Link, "expect_verdict", expected),
+        noted("encode_visual"),
+        noted("run_prompt"),
+    ):
+        answer = engine.generate(QUESTION, **request)
+    return answer.token_ids, events
+
+
+def plain_job(hosts: HostGroup, request: dict) -> list[int]:
+    return engine_of(hosts, None, passing_len=4).generate(QUESTION, **request).token_ids
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("way", [way for way in WAYS if IN_TURN.items() <= way.items()], ids=str)
+def test_a_draft_in_turn_prefills_when_the_target_has(pool, request_, num_hosts, way):
+    """The target tells it so when its prefill has ended, and the draft does nothing before it has
+    heard that."""
+    plain = pool.run(num_hosts - 1, plain_job, request_)[0]
+    (tokens, target), *_, (_, draft) = pool.run(num_hosts, order_job, way, request_)
+    assert tokens == plain
+    assert target[:2] == ["prefilled", "told"]
+    assert draft[:2] == ["heard", "encode_visual"] and "run_prompt" in draft
+
+
+def test_by_default_it_does_not_wait(pool, request_):
+    *_, (_, draft) = pool.run(2, order_job, {"strategy": "vanilla"}, request_)
+    assert draft[:2] == ["encode_visual", "run_prompt"]
+
+
+def failing_job(hosts: HostGroup, request: dict):
+    """How a request ends whose prefill fails, for which the draft waits."""
+    engine = engine_of(hosts, {"strategy": "vanilla", **IN_TURN})
+    with (
+        patch("apbv.speculate.beside.Prefiller.run", out_of_memory),
+        pytest.raises((RuntimeError, HostError)) as raised,
+    ):
+        engine.generate(QUESTION, **request)
+    return str(raised.value)
+
+
+def test_a_draft_in_turn_hears_of_a_prefill_that_failed(pool, request_):
+    target, draft = pool.run(2, failing_job, request_)
+    assert target == "out of memory" and draft == "the target's hosts failed"

@@ -19,7 +19,7 @@ from engines import QUESTION, build_engine
 VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
 
 
-def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
+def verified_job(hosts: HostGroup, strategy: str, kv: str, num_nodes: int | None, request: dict):
     """What was proposed in every round, and what a fresh drafter proposes that begins with all
     verified KV."""
     proposed = []
@@ -36,7 +36,7 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
 
     share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
     way = {
-        "strategy": "std",
+        "strategy": strategy,
         "keep_ratio": share,
         "num_tree_nodes": num_nodes,
         "keep_losing_draft": True,
@@ -72,11 +72,19 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
 
 
 @pytest.mark.parametrize(
-    ("kv", "num_nodes", "temperature"), [("gathered", None, 1.0), ("sharded", 8, 0.3)]
+    ("strategy", "kv", "num_nodes", "temperature"),
+    [
+        ("std", "gathered", None, 1.0),
+        ("std", "sharded", 8, 0.3),
+        ("streaming", "sharded", None, 1.0),
+        ("streaming", "gathered", 8, 0.3),
+    ],
 )
-def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, temperature):
-    """STD: the verification's dense KV takes the place of what the sparse draft computed of the
-    same tokens."""
+def test_what_is_verified_is_seen_with_the_targets_kv(
+    pool, clip, strategy, kv, num_nodes, temperature
+):
+    """STD and Streaming: the verification's dense KV takes the place of what the sparse draft
+    computed of the same tokens."""
     request = {
         "video": str(clip),
         "num_frames": 12,
@@ -84,7 +92,7 @@ def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes,
         "temperature": temperature,
         "seed": 10,
     }
-    figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
+    figures, proposed, expected = pool.run(2, verified_job, strategy, kv, num_nodes, request)[0]
     assert figures["num_visual_tokens_drafted_from"] == VISIBLE
     assert 0 < figures["num_accepted"] < figures["num_drafted"]
     for found, right in zip(proposed, expected, strict=True):

@@ -21,7 +21,7 @@ from ...model.rotary import rope_by_length
 from ...refusals import refuse
 from ...stats import StageTimer
 from ...transfer import numbers_in, to_device
-from ..encode import VisualRows, agree_on_chunks, all_rows
+from ..encode import VisualRows, agree_on_chunks, all_rows, sharing_hosts
 from ..memory import HostMemory, Room
 from ..moving import move_rows
 from ..reuse import stored_rows
@@ -103,21 +103,23 @@ def reduce_prompt(
     """
     settings = config.reduce
     visual = inputs.visual
-    embeddings = len(visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
+    embeddings = len(visual.pieces[visual.host]) * parts.row_width * parts.dtype.itemsize
     stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
     room = Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
     room.require()
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
         (rows,) = all_rows(
-            parts, visual, visual.chunks(hosts.rank, num_bytes), source, [parts.row_width]
+            parts, visual, visual.chunks(visual.host, num_bytes), source, [parts.row_width]
         )
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
         count = count_of(settings.ratio, num_in_frames(parts, inputs))
         stays, patches, values = choose_rows(
-            parts, inputs, rows, hosts, REDUCERS[settings.method], count
+            parts, inputs, rows, sharing_hosts(visual, hosts), REDUCERS[settings.method], count
         )
         shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
+    if not visual.is_shared_out:  # every host has chosen among all
+        hosts.require_same("the choice of visual tokens", stays.numpy().tobytes())
     kept = stays.nonzero().flatten()
     reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
     return shorter, partial(stored_rows, values, shorter.visual, parts.device), reduction
@@ -137,6 +139,7 @@ def choose_rows(
 
     Args:
         rows: ``[rows of this host's share, (1 + L) * d]``.
+        hosts: those that have the rows together.
         count: how many tokens of frames are kept, over all videos; each keeps the same share, as
             far as that comes out even.
 
