@@ -16,6 +16,7 @@ folder is installed and imported as ``apbv.kernels``:
 """
 
 from .backends import BackendError
+from .listed_blocks import ListedBlocks
 from .operators import (
     antidiagonal_scores,
     batch_decode_attention,
@@ -28,7 +29,7 @@ from .operators import (
     varlen_attention,
     verify_attention,
 )
-from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
+from .sequences import BufferTable, PackedSequences, SequenceBuffers
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 # Code that mistakes this folder for the Hugging Face package "kernels" must read a valid version.

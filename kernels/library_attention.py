@@ -28,7 +28,7 @@ from .backends import (
     requested,
     why_not_triton,
 )
-from .runs import Segment
+from .segments import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]

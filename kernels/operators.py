@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from .backends import choose, implementation
 from .library_attention import choose_attention
-from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
+from .listed_blocks import ListedBlocks
+from .segments import Segment
+from .sequences import BufferTable, PackedSequences, SequenceBuffers
 from .torch_attention import empty_output, result_without_keys
 
 REDUCTIONS = ("peak", "softmax", "dot")
@@ -30,7 +32,7 @@ def segmented_attention(
     scale: float,
     causal_last: bool,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -45,8 +47,8 @@ def segmented_attention(
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal_last: whether the last segment is causal.
-        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which
-            precedes its block and sees no passing blocks.
+        num_anchor_queries: number of leading queries that see the last segment only: APB-V's
+            anchor, which precedes its block and sees no passing blocks.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`.
@@ -66,9 +68,9 @@ def segmented_attention(
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return result_without_keys(q, out)
     if len(segments) == 1:
-        rows_alone = 0  # the other rows can see nothing else
+        num_anchor_queries = 0  # the other rows can see nothing else
     chosen = choose_attention(backend, q, segments)
-    options = {"rows_alone": rows_alone, "out": out}
+    options = {"num_anchor_queries": num_anchor_queries, "out": out}
     if chosen == "triton":
         # A layer hands its output on with the heads of a token side by side: no copy is needed
         # then.

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .runs import ListedBlocks, PackedSequences, Segment, SequenceBuffers
+from .listed_blocks import ListedBlocks
+from .segments import Segment
+from .sequences import PackedSequences, SequenceBuffers
 
 
 def segmented_attention(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    causal_last: bool,
+    *,
+    num_anchor_queries: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several segments with every score materialised, in O(S * T)
     memory."""
@@ -23,7 +30,7 @@ def segmented_attention(
     last = segments[-1][0].shape[2]
     k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
     visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
-    visible[:rows_alone, : k.shape[2] - last] = False
+    visible[:num_anchor_queries, : k.shape[2] - last] = False
     if causal_last:
         visible[:, k.shape[2] - last :] &= visible.new_ones(queries, last).tril(last - queries)
     return _attend(q, k, v, scale, visible)

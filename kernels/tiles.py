@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .runs import next_power_of_2
+from .strides import next_power_of_2
 
 TABLE = Path(__file__).with_name("tiles.json")
 _FEW_ROWS = 64  # with more, arithmetic takes the time

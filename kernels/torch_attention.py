@@ -21,7 +21,9 @@ from .library_attention import (
     why_not_library,
     with_positive_scale,
 )
-from .runs import PackedSequences, Segment, in_rows
+from .segments import Segment
+from .sequences import PackedSequences
+from .strides import with_contiguous_rows
 from .torch_merging import merge_finite
 
 # With so few queries, reading K and V once for all heads of a group is worth rearranging the
@@ -35,7 +37,7 @@ def segmented_attention(
     scale: float,
     causal_last: bool,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
     library: str = "torch",
     merging: str = "torch",
@@ -50,16 +52,33 @@ def segmented_attention(
     attend = attend_with(library, q, segments[0][0])
     # Every part's queries see some of its keys: torch need not check for undefined results.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
-    is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
+    is_block = causal_last and not num_anchor_queries and q.shape[2] > _FEW_QUERIES
     groups = q.shape[1] // segments[0][0].shape[1]
     if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
         if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
             return _merged(
-                q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out
+                q,
+                [
+                    attend(
+                        with_contiguous_rows(q),
+                        *map(with_contiguous_rows, segments[0]),
+                        scale,
+                        True,
+                    )
+                ],
+                merge,
+                out,
             )
     return attend_segments(
-        q, segments, scale, causal_last, attend, merge, rows_alone=rows_alone, out=out
+        q,
+        segments,
+        scale,
+        causal_last,
+        attend,
+        merge,
+        num_anchor_queries=num_anchor_queries,
+        out=out,
     )
 
 
@@ -97,16 +116,19 @@ def attend_segments(
     attend: Attend,
     merge: Callable = merge_finite,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over several segments with one call of ``attend`` for each, or for several joined
     ones.
 
     A partial result of fewer queries than there are is of the last ones: those after
-    ``rows_alone``, or those of a triangle of fewer keys than queries.
+    ``num_anchor_queries``, or those of a triangle of fewer keys than queries.
     """
-    q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
+    q, segments = (
+        with_contiguous_rows(q),
+        [(with_contiguous_rows(k), with_contiguous_rows(v)) for k, v in segments],
+    )
     *earlier, (k, v) = segments
     queries = q.shape[2]
     keys = k.shape[2]
@@ -116,7 +138,9 @@ def attend_segments(
     past = max(0, keys - queries) if causal_last and queries > 1 else keys
     last = [(k[:, :, :past], v[:, :, :past])]
     partials = []
-    for first, group in [(rows_alone, earlier), (0, last)] if rows_alone else [(0, earlier + last)]:
+    for first, group in (
+        [(num_anchor_queries, earlier), (0, last)] if num_anchor_queries else [(0, earlier + last)]
+    ):
         rows = q[:, :, first:]
         seen = [segment for segment in group if segment[0].shape[2] and rows.shape[2]]
         if _is_worth_joining(seen, rows):
@@ -142,7 +166,7 @@ def verify_attention(
     attend = attend_with("torch", q, k)
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
-    q, k, v = map(in_rows, (q, k, v))
+    q, k, v = map(with_contiguous_rows, (q, k, v))
     if visible is None:
         if q.shape[2] == 1:  # it sees everything
             return _attend_all(q, k, v, scale, attend)

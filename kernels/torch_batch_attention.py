@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .library_attention import attend_with
-from .runs import SequenceBuffers
+from .sequences import SequenceBuffers
 from .torch_attention import verify_attention
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .library_attention import Attend, attend_with
-from .runs import ListedBlocks, in_rows
+from .listed_blocks import ListedBlocks
+from .strides import with_contiguous_rows
 from .torch_merging import merge_finite
 
 # Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the
@@ -23,9 +24,9 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does."""
-    q = in_rows(q)
-    k = in_rows(k)
-    v = in_rows(v)
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     attend = attend_with("torch", q, k)
     own = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
     earlier = _attend_listed(q, k, v, blocks, scale)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import cdiv, in_rows, next_power_of_2
+from .strides import cdiv, next_power_of_2, with_contiguous_rows
 from .torch_block_scores import per_group
 
 _ROWS_AT_ONCE = 32  # of block_means, whose sums are kept in registers
@@ -19,8 +19,8 @@ _ROWS_AT_ONCE = 32  # of block_means, whose sums are kept in registers
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
     """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, in two launches."""
-    q = in_rows(q)
-    k = in_rows(k)
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
     batch, heads, tokens, dim = q.shape
     groups = cdiv(tokens, stride)
     of_block = block // stride
@@ -63,7 +63,7 @@ def block_means(
     states: Tensor, block: int, *, center: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute means and similarities as :func:`apbv.kernels.block_means` does, in one pass."""
-    states = in_rows(states)
+    states = with_contiguous_rows(states)
     batch, heads, tokens, dim = states.shape
     blocks = cdiv(tokens, block)
     means = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=states.device)

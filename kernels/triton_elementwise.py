@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import cdiv, next_power_of_2
+from .strides import cdiv, next_power_of_2
 
 _BLOCK = 4096  # numbers of a program, at most where a row has no more
 

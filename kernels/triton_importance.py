@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import torch_importance
-from .runs import cdiv, in_rows, next_power_of_2
+from .strides import cdiv, next_power_of_2, with_contiguous_rows
 from .tiles import tile_of
 from .triton_attention import verify_attention
 
@@ -182,8 +182,8 @@ def kv_importance(
         return torch_importance.kv_importance(q_query, k, scale, reduce)
     (batch, kv_heads, keys, dim) = k.shape
     group = q_query.shape[1] // k.shape[1]
-    q_query = in_rows(q_query)
-    k = in_rows(k)
+    q_query = with_contiguous_rows(q_query)
+    k = with_contiguous_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     # fp32 products run without tensor cores, on whole rows in registers, which spill unless tiles
     # are small.
@@ -243,8 +243,8 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     """Copy rows ``indices [B, Hkv, count]`` of k and v to the first places of ``out[0]`` and
     ``out[1]``."""
     batch, kv_heads, count = indices.shape
-    k = in_rows(k)
-    v = in_rows(v)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
     _gather_kernel[cdiv(count, rows_at_once), batch * kv_heads](
