@@ -10,6 +10,7 @@ The APB-V paper (Section 3.3) says only that query-to-context attention scores c
 pairs that are passed on.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from .library_attention import choose_attention
 from .listed_blocks import ListedBlocks
 from .segments import Segment
 from .sequences import BufferTable, PackedSequences, SequenceBuffers
+from .strides import cdiv
 from .torch_attention import empty_output, result_without_keys
 
 REDUCTIONS = ("peak", "softmax", "dot")
@@ -35,6 +37,7 @@ def segmented_attention(
     num_anchor_queries: int = 0,
     out: Tensor | None = None,
     backend: str = "auto",
+    rows_alone: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several key/value segments without concatenating them.
 
@@ -52,6 +55,7 @@ def segmented_attention(
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`.
+        rows_alone: the former name of ``num_anchor_queries``; deprecated.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
@@ -61,6 +65,13 @@ def segmented_attention(
         ValueError: no segment was given, Hq is not a multiple of Hkv, or out does not fit q.
         BackendError: the backend cannot be used here.
     """
+    if rows_alone is not None:
+        warnings.warn(
+            "segmented_attention: rows_alone is now called num_anchor_queries",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        num_anchor_queries = rows_alone
     if not segments:
         raise ValueError("segmented_attention needs at least one (k, v) segment")
     require_shapes(q=(q, "B Hq S D"), k=(segments[0][0], "B Hkv T D"), out=(out, "B Hq S D"))
@@ -70,15 +81,24 @@ def segmented_attention(
     if len(segments) == 1:
         num_anchor_queries = 0  # the other rows can see nothing else
     chosen = choose_attention(backend, q, segments)
-    options = {"num_anchor_queries": num_anchor_queries, "out": out}
+    compute = implementation("attention.segmented_attention", chosen)
     if chosen == "triton":
-        # A layer hands its output on with the heads of a token side by side: no copy is needed
-        # then.
-        options["out"] = empty_output(q) if out is None else out
-    else:
-        options["merging"] = choose(backend, q)
-    return implementation("attention.segmented_attention", chosen)(
-        q, segments, scale, causal_last, **options
+        return compute(
+            q,
+            segments,
+            scale,
+            causal_last,
+            num_anchor_queries=num_anchor_queries,
+            out=out,
+        )
+    return compute(
+        q,
+        segments,
+        scale,
+        causal_last,
+        num_anchor_queries=num_anchor_queries,
+        out=out,
+        merging=choose(backend, q),
     )
 
 
@@ -139,8 +159,7 @@ def batch_decode_attention(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Append the newest keys and values of each of R sequences to its own buffers, and attend to
-    all rows there.
+    """Append the newest KV of each of R sequences to its own buffers, and attend to all rows there.
 
     No other row is moved: sequences of any length share a call, wherever their buffers are. A
     sequence's keys are read once for all of its new tokens, each of which sees the rows up to its
@@ -207,8 +226,7 @@ def block_sparse_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal block-sparse attention: every token attends to its own block and to the blocks listed
-    for it.
+    """Attend causally from every token to its own block and to the blocks listed for it.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -228,7 +246,8 @@ def block_sparse_attention(
         ValueError: shapes do not fit together, or the lists are of another number of blocks.
         BackendError: the backend cannot be used here.
     """
-    numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
+    num_query_blocks = cdiv(q.shape[2], blocks.query_block)
+    num_key_blocks = cdiv(q.shape[2], blocks.key_block)
     require_shapes(
         q=(q, "B Hq S D"),
         k=(k, "B Hkv S D"),
@@ -236,13 +255,14 @@ def block_sparse_attention(
         out=(out, "B Hq S D"),
         counts=(blocks.counts, "B Hq nq"),
         indices=(blocks.indices, "B Hq nq nk"),
-        sizes=numbers,
+        sizes={"nq": num_query_blocks, "nk": num_key_blocks},
     )
     require_dtype(out, q)
     if q.shape[2] == 0:
         return result_without_keys(q, out)
+    if out is None:
+        out = empty_output(q)
     compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
-    out = empty_output(q) if out is None else out
     return compute(q, k, v, blocks, scale, out=out)
 
 
@@ -277,7 +297,9 @@ def antidiagonal_scores(
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    chosen = choose(backend, q) if q.numel() else "torch"  # Triton launches nothing for no numbers
+    chosen = "torch"  # for an empty tensor, for which Triton cannot launch a kernel
+    if q.numel() > 0:
+        chosen = choose(backend, q)
     return implementation("block_scores.antidiagonal_scores", chosen)(q, k, scale, stride, block)
 
 
@@ -307,7 +329,9 @@ def block_means(
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
     require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    chosen = choose(backend, states) if states.numel() else "torch"
+    chosen = "torch"  # for an empty tensor, for which Triton cannot launch a kernel
+    if states.numel() > 0:
+        chosen = choose(backend, states)
     return implementation("block_scores.block_means", chosen)(states, block, center=center)
 
 
@@ -342,13 +366,14 @@ def merge_states(
             too short.
         BackendError: the backend cannot be used here.
     """
-    for partial, lse in (
-        [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
-    ):
+    partials = [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
+    for partial, lse in partials:
         shape = list(partial.shape)
-        of_lse = list(lse.shape)
-        if shape[:-1] != of_lse:
-            raise ValueError(f"partial results of shape {shape} do not have lses of shape {of_lse}")
+        lse_shape = list(lse.shape)
+        if shape[:-1] != lse_shape:
+            raise ValueError(
+                f"partial results of shape {shape} do not have lses of shape {lse_shape}"
+            )
         if out is not None and shape[-2] > out.shape[2]:
             raise ValueError(
                 f"partial results of {shape[-2]} queries do not fit into {out.shape[2]} rows"
@@ -366,8 +391,7 @@ def kv_importance(
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Score each key, per KV head, by how much the question's tokens attend to it: higher is more
-    important.
+    """Score each key, per KV head, by how much the question's tokens attend to it.
 
     Args:
         q_query: ``[B, Hq, n_q, D]``, the query block; n_q > 0.
@@ -383,8 +407,8 @@ def kv_importance(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input. Those of equal keys may differ
-        by a rounding, as matrix products do from column to column.
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input; higher is more important. Scores of equal
+        keys may differ by a rounding, as matrix products do from column to column.
 
     Raises:
         ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not
@@ -399,17 +423,13 @@ def kv_importance(
     if q_query.shape[2] == 0:
         raise ValueError("the question has no tokens")
     if k.shape[2] == 0:
-        return torch.empty(
-            k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
-        )
-    importance = implementation("importance.kv_importance", choose(backend, k))(
-        q_query, k, scale, reduce, lse=lse
-    )
-    return (
-        importance
-        if pool == 1
-        else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
-    )
+        wide = torch.promote_types(k.dtype, torch.float32)
+        return torch.empty(k.shape[:3], dtype=wide, device=k.device)
+    compute = implementation("importance.kv_importance", choose(backend, k))
+    importance = compute(q_query, k, scale, reduce, lse=lse)
+    if pool == 1:
+        return importance
+    return functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
 
 
 def select_topk(
@@ -456,7 +476,9 @@ def select_topk(
 
 
 def require_shapes(
-    *, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **operands: tuple[Tensor | None, str],
 ) -> None:
     """Raise ValueError unless operands have their shapes, in which a letter stands for one size.
 
@@ -466,12 +488,13 @@ def require_shapes(
     """
     known = dict(sizes or {})
     for name, (tensor, shape) in operands.items():
-        letters = shape.split()
         if tensor is None:
             continue
-        found = dict(zip(letters, tensor.shape, strict=False))
-        if tensor.dim() != len(letters) or known | found != found | known:
-            wanted = ", ".join(f"{x} = {known[x]}" if x in known else x for x in letters)
+        letters = shape.split()
+        found = dict(zip(letters, tensor.shape, strict=False))  # there may be more or fewer sizes
+        has_known_sizes = all(known.get(letter, size) == size for letter, size in found.items())
+        if tensor.dim() != len(letters) or not has_known_sizes:
+            wanted = ", ".join([f"{x} = {known[x]}" if x in known else x for x in letters])
             raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
         known |= found
     if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:
@@ -482,6 +505,10 @@ def require_shapes(
 
 def require_dtype(tensor: Tensor | None, like: Tensor) -> None:
     """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
-    if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))
-        raise ValueError(f"a tensor in {given} does not match {wanted}")
+    if tensor is None:
+        return
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"a tensor in {tensor.dtype} on {tensor.device} does not match "
+            f"{like.dtype} on {like.device}"
+        )

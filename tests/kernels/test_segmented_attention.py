@@ -191,3 +191,12 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             segmented_attention(*given, 0.1, True, out=into)
+
+
+def test_the_former_name_of_anchor_queries_warns():
+    q, segments = make_inputs(5, [9, 5])
+    expected = segmented_attention(q, segments, 0.1, True, num_anchor_queries=2)
+    with pytest.warns(DeprecationWarning, match="num_anchor_queries"):
+        found = segmented_attention(q, segments, 0.1, True, rows_alone=2)
+    for new, former in zip(expected, found, strict=True):
+        torch.testing.assert_close(former, new)
