@@ -6,6 +6,9 @@ folder is installed and imported as ``apbv.kernels``:
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with
   the same signatures, except ``varlen_attention``, which needs no kernel of ours;
+- ``triton_attention_tiles.py`` and ``triton_specialization.py`` have what Triton kernels share;
+- ``segments.py``, ``sequences.py``, ``listed_blocks.py``, ``strides.py`` and ``tiles.py`` describe
+  how keys lie in memory and what kernels are launched with;
 - ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers'
   modules;
 - ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of
