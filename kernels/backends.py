@@ -22,7 +22,7 @@ class BackendError(ValueError):
 
 
 def requested(backend: str = "auto") -> str:
-    """Return the caller's choice, or else that of ``APBV_BACKEND``, or else ``"auto"``.
+    """Return the caller's choice; for ``"auto"``, what ``APBV_BACKEND`` names, if it is set.
 
     Raises:
         BackendError: the backend is unknown.
@@ -43,7 +43,7 @@ def choose(backend: str, tensor: Tensor) -> str:
     here.
 
     Args:
-        backend: see :func:`requested`.
+        backend: ``"auto"`` or a name of :data:`BACKENDS`.
         tensor: an operand, whose device and dtype decide.
 
     Raises:

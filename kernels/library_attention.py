@@ -30,7 +30,7 @@ from .backends import (
 from .segments import Segment
 from .strides import cdiv
 
-# Takes (q, k, v, scale, causal) and returns (out, lse); see above.
+# Takes (q, k, v, scale, causal) and returns (out, lse), of the shapes in the module's docstring.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # Libraries do not split the keys: a program has this many queries of a head, and all keys.
@@ -58,7 +58,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     """Choose the backend of segmented attention: ``"torch"``, ``"triton"`` or a library's name.
 
     Args:
-        backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
+        backend: a name of :data:`apbv.kernels.backends.BACKENDS`, or ``"auto"`` for the first of
             :func:`preferred` that works.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
@@ -88,8 +88,8 @@ def require_usable(
     """Reject at start-up a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
-        backend: see :mod:`apbv.kernels.backends`.
-        device, dtype: those of the tensors to come.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
+        device, dtype: of the tensors to come.
         head_dim: D.
         groups: query heads per KV head.
 
@@ -104,7 +104,7 @@ def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
     """Return the backends of a GPU, the fastest first.
 
     Args:
-        dtype: that of q, k and v.
+        dtype: of q, k and v.
         programs: how many a library would have for each processor.
     """
     if dtype == torch.float32:
@@ -138,7 +138,7 @@ def usable(
 
     Args:
         name: a key of :data:`ATTEND`.
-        device, dtype: those of q, k and v.
+        device, dtype: of q, k and v.
         head_dim: D.
         groups: query heads per KV head.
     """

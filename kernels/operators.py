@@ -54,7 +54,7 @@ def segmented_attention(
             anchor, which precedes its block and sees no passing blocks.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
         rows_alone: the former name of ``num_anchor_queries``; deprecated.
 
     Returns:
@@ -125,7 +125,7 @@ def verify_attention(
             least N; later rows are not read. "The last" keys above are the last of those. So a CUDA
             graph, in which shapes are fixed, serves all lengths up to T. None: all T rows. Only
             Triton reads it on the GPU; ``torch`` waits for it.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
@@ -174,7 +174,7 @@ def batch_decode_attention(
             be told of other buffers or lengths from call to call; of a sequence that is not there
             the result is 0, and undefined in rows after the last sequence's.
         scale: factor of the scores.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         ``[1, Hq, S, D]`` in q's dtype.
@@ -235,7 +235,8 @@ def block_sparse_attention(
         scale: factor of the scores, usually ``D ** -0.5``.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
-        backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`. ``torch`` waits for
+            the lists on a GPU.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype and lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input), the
@@ -284,7 +285,7 @@ def antidiagonal_scores(
         scale: factor of the scores, usually ``D ** -0.5``.
         stride: tokens of a group; a product with every key would be a stride of 1.
         block: tokens of a block, a multiple of the stride.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input): for every block of queries the
@@ -316,7 +317,7 @@ def block_means(
         states: ``[B, H, S, D]``, queries or keys.
         block: rows of a block.
         center: ``[B, H, D]``, what is subtracted from every row first; None: nothing.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both
@@ -354,7 +355,7 @@ def merge_states(
             as -inf.
         out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D and any dtype:
             filled and returned in place of a new tensor. It may be the first of ``outs``.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         out ``[B, H, S, D]`` in the dtype of ``out``, by default fp32 (fp64 for fp64 input), and lse
@@ -404,7 +405,7 @@ def kv_importance(
         lse: ``[B, Hq, n_q]``, natural-log sum of exponentials of the scaled scores over exactly
             these T keys, as attention over them returns it; saves a pass over the keys. None:
             computed here. Unused by ``"dot"``.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input; higher is more important. Scores of equal
@@ -452,7 +453,7 @@ def select_topk(
         out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers
             along D: the rows of K and V are written straight to the first ``count`` places of each
             head, and the rest is left alone. None: allocated, N = count.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         indices ``[B, Hkv, count]`` int64, ascending, and ``out``.

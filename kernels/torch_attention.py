@@ -42,12 +42,11 @@ def segmented_attention(
     library: str = "torch",
     merging: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of
-    another library.
+    """Attend as :func:`apbv.kernels.segmented_attention` does, by torch or another library.
 
     Args:
         library: what attends to one segment.
-        merging: what merges the results of several; see :func:`apbv.kernels.backends.choose`.
+        merging: ``"torch"`` or ``"triton"``, which merges the results of several.
     """
     attend = attend_with(library, q, segments[0][0])
     # Every part's queries see some of its keys: torch need not check for undefined results.
@@ -123,8 +122,8 @@ def attend_segments(
 ) -> tuple[Tensor, Tensor]:
     """Attend over several segments with one call of ``attend`` for each, or for some joined.
 
-    A partial result of fewer queries than there are is of the last ones: those after
-    ``num_anchor_queries``, or those of a triangle of fewer keys than queries.
+    A partial result of fewer queries than there are is of the last queries: those after the anchor,
+    or, where there are fewer keys than queries, those that see a key.
     """
     q = with_contiguous_rows(q)
     segments = [(with_contiguous_rows(k), with_contiguous_rows(v)) for k, v in segments]
@@ -307,7 +306,7 @@ def varlen_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Return why :func:`varlen_flash` cannot attend like this, or None if it can.
 
     Args:
-        device, dtype: those of q, k and v.
+        device, dtype: of q, k and v.
         head_dim: D.
     """
     if device.type != "cuda":
