@@ -6,6 +6,9 @@ folder is installed and imported as ``apbv.kernels``:
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with
   the same signatures, except ``varlen_attention``, which needs no kernel of ours;
+- ``triton_attention_tiles.py`` and ``triton_specialization.py`` have what Triton kernels share;
+- ``segments.py``, ``sequences.py``, ``listed_blocks.py``, ``strides.py`` and ``tiles.py`` describe
+  how keys lie in memory and what kernels are launched with;
 - ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers'
   modules;
 - ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of
@@ -16,6 +19,7 @@ folder is installed and imported as ``apbv.kernels``:
 """
 
 from .backends import BackendError
+from .listed_blocks import ListedBlocks
 from .operators import (
     antidiagonal_scores,
     batch_decode_attention,
@@ -28,7 +32,7 @@ from .operators import (
     varlen_attention,
     verify_attention,
 )
-from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
+from .sequences import BufferTable, PackedSequences, SequenceBuffers
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 # Code that mistakes this folder for the Hugging Face package "kernels" must read a valid version.

@@ -13,6 +13,8 @@ from torch import Tensor
 ENVIRONMENT_VARIABLE = "APBV_BACKEND"
 LIBRARIES = ("flash_attn",)
 BACKENDS = ("auto", "torch", "triton", *LIBRARIES)
+# An interpreted kernel has no processors; this many make it split keys in some of the tests.
+_INTERPRETED_PROCESSORS = 8
 
 
 class BackendError(ValueError):
@@ -20,7 +22,7 @@ class BackendError(ValueError):
 
 
 def requested(backend: str = "auto") -> str:
-    """Return the caller's choice, or else that of ``APBV_BACKEND``, or else ``"auto"``.
+    """Return the caller's choice; for ``"auto"``, what ``APBV_BACKEND`` names, if it is set.
 
     Raises:
         BackendError: the backend is unknown.
@@ -41,7 +43,7 @@ def choose(backend: str, tensor: Tensor) -> str:
     here.
 
     Args:
-        backend: see :func:`requested`.
+        backend: ``"auto"`` or a name of :data:`BACKENDS`.
         tensor: an operand, whose device and dtype decide.
 
     Raises:
@@ -78,12 +80,13 @@ def implementation(operator: str, backend: str) -> Callable:
 
 
 def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *operands, **options):
-    """Call a function while the GPU of its first operand is the current one, on which Triton
-    launches.
+    """Call a function while the GPU of its first operand is current, on which Triton launches.
 
-    It need not be so: a thread begins with the first GPU, and a group of hosts may be given any.
+    Another may be current: a thread begins with the first GPU, and a group of hosts may be given
+    any.
     """
-    device = (operand if isinstance(operand, Tensor) else operand[0]).device
+    first = operand if isinstance(operand, Tensor) else operand[0]
+    device = first.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return function(operand, *operands, **options)
     with torch.cuda.device(device):
@@ -119,28 +122,38 @@ def is_interpreted() -> bool:
 def drawn_numbers(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Return a function that draws normal numbers of a shape, the same ones on every device."""
     generator = torch.Generator("cpu").manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    return draw
 
 
 def mistake_of(
     call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]
 ) -> str | None:
-    """Return a call's error, or None if its result is right.
+    """Return a call's error, or None if its results are right.
 
     Args:
+        call: returns the results.
         exact: what it should return.
         most: by how much each result may be off.
     """
     try:
-        found = call()
-        shapes, wanted = ([tuple(x.shape) for x in results] for results in (found, exact))
-        if shapes != wanted:
-            return f"it returned {shapes} in place of {wanted}"
-        off = [float((x.double() - y).abs().max()) for x, y in zip(found, exact, strict=True)]
+        results = call()
+        shapes = [tuple(result.shape) for result in results]
+        exact_shapes = [tuple(result.shape) for result in exact]
+        if shapes != exact_shapes:
+            return f"it returned {shapes} in place of {exact_shapes}"
+        errors = []
+        for result, exact_result in zip(results, exact, strict=True):
+            errors.append(float((result.double() - exact_result).abs().max()))
     except Exception as error:  # an installation that does not fit the machine may raise anything
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    is_right = all(x <= y for x, y in zip(off, most, strict=True))  # NaN is not
-    return None if is_right else f"it is off by {' and '.join(f'{x:.2g}' for x in off)}"
+    # An error of NaN is not within any bound.
+    if all(error <= bound for error, bound in zip(errors, most, strict=True)):
+        return None
+    return f"it is off by {' and '.join([f'{error:.2g}' for error in errors])}"
 
 
 @cache
@@ -151,13 +164,19 @@ def failed_launch(device: torch.device) -> str | None:
     code.
     """
     ones = torch.ones(2, 1, 1, 1, 16, device=device)
-    partials = torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0]
     # Two partial results of equal weight must give their mean, and the lse of both.
-    exact = 2 * ones[0], (1 + math.log(2)) * ones[0, ..., 0]
-    mistake = mistake_of(
-        lambda: implementation("merging.merge_states", "triton")(*partials), exact, (1e-5, 1e-5)
-    )
-    return mistake and f"its first kernel failed: {mistake}"
+    outs = torch.cat([ones[:1], 3 * ones[1:]])
+    lses = ones[..., 0]
+    exact_out = 2 * ones[0]
+    exact_lse = (1 + math.log(2)) * ones[0, ..., 0]
+
+    def merge() -> Sequence[Tensor]:
+        return implementation("merging.merge_states", "triton")(outs, lses)
+
+    mistake = mistake_of(merge, (exact_out, exact_lse), (1e-5, 1e-5))
+    if mistake is None:
+        return None
+    return f"its first kernel failed: {mistake}"
 
 
 @cache
@@ -174,9 +193,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 @cache
 def num_processors(device: torch.device) -> int:
     """Return the minimum number of programs that a device runs concurrently."""
-    # An interpreted kernel has none; 8 makes it split keys in some of the tests.
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 8
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _INTERPRETED_PROCESSORS

@@ -1,5 +1,4 @@
-"""Attention over one segment with torch's or a library's kernels, and the choice among them and
-Triton.
+"""Attention over one segment with torch's or a library's kernels, and the choice of a backend.
 
 Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with
 q ``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal
@@ -28,9 +27,10 @@ from .backends import (
     requested,
     why_not_triton,
 )
-from .runs import Segment
+from .segments import Segment
+from .strides import cdiv
 
-# Takes (q, k, v, scale, causal) and returns (out, lse); see above.
+# Takes (q, k, v, scale, causal) and returns (out, lse), of the shapes in the module's docstring.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # Libraries do not split the keys: a program has this many queries of a head, and all keys.
@@ -58,7 +58,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     """Choose the backend of segmented attention: ``"torch"``, ``"triton"`` or a library's name.
 
     Args:
-        backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
+        backend: a name of :data:`apbv.kernels.backends.BACKENDS`, or ``"auto"`` for the first of
             :func:`preferred` that works.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
@@ -75,9 +75,11 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         if obstacle:
             raise BackendError(f"the {wanted} backend cannot be used: {obstacle}")
         return wanted
-    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // _QUERIES_PER_PROGRAM)
-    names = preferred(q.dtype, tiles / num_processors(q.device))
-    return next((name for name in names if not _obstacle(name, q, groups)), "torch")
+    num_programs = q.shape[0] * q.shape[1] * cdiv(q.shape[2], _QUERIES_PER_PROGRAM)
+    for name in preferred(q.dtype, num_programs / num_processors(q.device)):
+        if not _obstacle(name, q, groups):
+            return name
+    return "torch"
 
 
 def require_usable(
@@ -86,8 +88,8 @@ def require_usable(
     """Reject at start-up a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
-        backend: see :mod:`apbv.kernels.backends`.
-        device, dtype: those of the tensors to come.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
+        device, dtype: of the tensors to come.
         head_dim: D.
         groups: query heads per KV head.
 
@@ -102,20 +104,22 @@ def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
     """Return the backends of a GPU, the fastest first.
 
     Args:
-        dtype: that of q, k and v.
+        dtype: of q, k and v.
         programs: how many a library would have for each processor.
     """
+    if dtype == torch.float32:
+        return ("triton",)
     if dtype not in _HALF:
-        return ("triton",) if dtype == torch.float32 else ()
-    # Kernels that do not split the keys would leave too much of the GPU without work.
-    return (
-        ("triton", "flash_attn", "torch") if programs < _BUSY else ("flash_attn", "torch", "triton")
-    )
+        return ()
+    if programs < _BUSY:
+        # Kernels that do not split the keys would leave too much of the GPU without work.
+        return ("triton", "flash_attn", "torch")
+    return ("flash_attn", "torch", "triton")
 
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
     """Return the function by which torch, or the library of this name, attends over one segment."""
-    if name == "torch" and usable(name, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1]):
+    if name == "torch" and _obstacle(name, q, groups=q.shape[1] // k.shape[1]):
         return attend_natively
     return ATTEND[name]
 
@@ -134,7 +138,7 @@ def usable(
 
     Args:
         name: a key of :data:`ATTEND`.
-        device, dtype: those of q, k and v.
+        device, dtype: of q, k and v.
         head_dim: D.
         groups: query heads per KV head.
     """
@@ -147,18 +151,16 @@ def usable(
 def why_not_library(
     name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Return why a library cannot attend like this according to its documentation, or None if it
-    can."""
+    """Return why a library's documentation excludes attending like this, or None if it does not."""
+    major, minor = capability
     if dtype not in _HALF:
-        return (
-            f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
-        )
-    if capability < (8, 0):
-        return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(
-            *capability
-        )
-    # FlashAttention 4 takes 256 on Hopper only.
-    largest = 128 if name == "flash_attn" and capability[0] == 10 else 256
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        return f"it computes in float16 and bfloat16, and not in {name_of_dtype}"
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
+    largest = 256
+    if name == "flash_attn" and major == 10:
+        largest = 128  # FlashAttention 4 takes 256 on Hopper only
     if head_dim % 8 or head_dim > largest:
         return (
             f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is "
@@ -169,16 +171,18 @@ def why_not_library(
 
 @cache
 def is_bottom_right(name: str, *problem) -> bool:
-    """Return whether a library's causal mask of fewer queries than keys lets the last query see all
-    keys.
+    """Return whether a library's causal mask ends at the last key, also with fewer queries.
 
-    Some libraries do, and others let the first query see the first key only: the actual behaviour
-    is tested.
+    Then the last query sees all keys. Other libraries let the first query see the first key only:
+    the actual behaviour is tested.
 
     Args:
-        problem: as for :func:`usable`.
+        name: a key of :data:`ATTEND`.
+        problem: the device, dtype, head_dim and groups.
     """
-    return usable(name, *problem) is None and probe(ATTEND[name], *problem, _FEWER_QUERIES) is None
+    if usable(name, *problem) is not None:
+        return False
+    return probe(ATTEND[name], *problem, _FEWER_QUERIES) is None
 
 
 @torch.no_grad()
@@ -208,65 +212,71 @@ def probe(
     randn = drawn_numbers(device, dtype)
     for queries, keys, causal in lengths:
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
-        buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
-        k, v = (
-            buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers
-        )
+        # Rows of NaN before and after K and V.
+        k_buffer, v_buffer = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
+        k = k_buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim))
+        v = v_buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim))
         exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
         call = partial(attend, q, k, v, scale, causal)
         # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-        if mistake := mistake_of(call, exact, (4 * torch.finfo(dtype).eps, 1e-3)):
-            what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
-            return f"its {what} {'fails' if 'Error: ' in mistake else 'is wrong'}: {mistake}"
+        mistake = mistake_of(call, exact, (4 * torch.finfo(dtype).eps, 1e-3))
+        if mistake:
+            kind = "causal attention" if causal else "attention"
+            verdict = "fails" if "Error: " in mistake else "is wrong"
+            return f"its {kind} of {queries} queries over {keys} keys {verdict}: {mistake}"
     return None
 
 
 @cache
 def _flash_attention(major: int) -> tuple[int, Callable]:
-    """Import the FlashAttention that serves this generation of GPUs best; return its version and
-    function.
+    """Import the best FlashAttention for a generation of GPUs; return its version and function.
 
     Raises:
         ImportError: none is installed, or none can be imported.
     """
     problems = []
-    for version, module in (
-        (n, module) for n in _FLASH_VERSIONS.get(major, (2,)) for module in FLASH_MODULES[n]
-    ):
-        try:
-            return version, import_module(module).flash_attn_func
-        except Exception as error:  # a package built for another torch fails in many ways
-            problems.append(f"{module}: {error}")
+    for version in _FLASH_VERSIONS.get(major, (2,)):
+        for module in FLASH_MODULES[version]:
+            try:
+                return version, import_module(module).flash_attn_func
+            except Exception as error:  # a package built for another torch fails in many ways
+                problems.append(f"{module}: {error}")
     raise ImportError("; ".join(problems))
 
 
 @cache
 def flash_version(major: int) -> int | None:
-    """Return which FlashAttention (2, 3 or 4) runs on GPUs of this major compute capability; None:
-    none does."""
+    """Return which FlashAttention (2, 3 or 4) runs on GPUs of a major compute capability."""
     with suppress(ImportError):
         return _flash_attention(major)[0]
     return None
 
 
 def better_flash(major: int) -> int | None:
-    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a
-    later one runs.
+    """Return the FlashAttention made for these GPUs, unless it or a later one runs.
 
-    Version 2 is part of torch.
+    Args:
+        major: of the GPUs' compute capability.
     """
     best, *_ = _FLASH_VERSIONS.get(major, (2,))
-    return best if (flash_version(major) or 2) < best else None
+    running = flash_version(major) or 2  # which is part of torch
+    if running < best:
+        return best
+    return None
 
 
 def attend_natively(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend by torch alone: on a CPU with its fused kernel, on a GPU (fp64 and the like) by
-    definition."""
+    """Attend by torch alone: on a CPU with its fused kernel, on a GPU by definition.
+
+    The latter is for what flash kernels do not compute, such as fp64.
+    """
     if q.device.type != "cpu":
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        out, lse = attend_masked(q, k, v, visible.tril() if causal else visible, scale)
+        if causal:
+            visible = visible.tril()
+        out, lse = attend_masked(q, k, v, visible, scale)
         return out.to(q.dtype), lse
     q, scale = with_positive_scale(q, scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -282,7 +292,9 @@ def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """
     if scale > 0:
         return q, scale
-    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    if scale == 0:
+        return torch.zeros_like(q), 1.0
+    return -q, -scale
 
 
 def attend_masked(
@@ -294,7 +306,8 @@ def attend_masked(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, S, D]
-    k, v = (states.to(wide).unsqueeze(2) for states in (k, v))
+    k = k.to(wide).unsqueeze(2)
+    v = v.to(wide).unsqueeze(2)
     scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])
@@ -305,10 +318,18 @@ def _attend_flash_attn(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     version, flash_attn_func = _flash_attention(capability(q.device)[0])
-    wants_lse = {"return_lse" if version == 4 else "return_attn_probs": True}
+    # The option with which it returns the lse, too.
+    lse_option = "return_lse" if version == 4 else "return_attn_probs"
     q, scale = with_positive_scale(q, scale)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, H, D]
-    out, lse, *_ = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **wants_lse)
+    # [B, S, H, D]
+    out, lse, *_ = flash_attn_func(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        softmax_scale=scale,
+        causal=causal,
+        **{lse_option: True},
+    )
     return out.transpose(1, 2), lse
 
 

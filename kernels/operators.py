@@ -10,6 +10,7 @@ The APB-V paper (Section 3.3) says only that query-to-context attention scores c
 pairs that are passed on.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +19,10 @@ from torch.nn import functional
 
 from .backends import choose, implementation
 from .library_attention import choose_attention
-from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
+from .listed_blocks import ListedBlocks
+from .segments import Segment
+from .sequences import BufferTable, PackedSequences, SequenceBuffers
+from .strides import cdiv
 from .torch_attention import empty_output, result_without_keys
 
 REDUCTIONS = ("peak", "softmax", "dot")
@@ -30,9 +34,10 @@ def segmented_attention(
     scale: float,
     causal_last: bool,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
     backend: str = "auto",
+    rows_alone: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several key/value segments without concatenating them.
 
@@ -45,11 +50,12 @@ def segmented_attention(
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal_last: whether the last segment is causal.
-        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which
-            precedes its block and sees no passing blocks.
+        num_anchor_queries: number of leading queries that see the last segment only: APB-V's
+            anchor, which precedes its block and sees no passing blocks.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
+        rows_alone: the former name of ``num_anchor_queries``; deprecated.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
@@ -59,6 +65,13 @@ def segmented_attention(
         ValueError: no segment was given, Hq is not a multiple of Hkv, or out does not fit q.
         BackendError: the backend cannot be used here.
     """
+    if rows_alone is not None:
+        warnings.warn(
+            "segmented_attention: rows_alone is now called num_anchor_queries",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        num_anchor_queries = rows_alone
     if not segments:
         raise ValueError("segmented_attention needs at least one (k, v) segment")
     require_shapes(q=(q, "B Hq S D"), k=(segments[0][0], "B Hkv T D"), out=(out, "B Hq S D"))
@@ -66,17 +79,26 @@ def segmented_attention(
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return result_without_keys(q, out)
     if len(segments) == 1:
-        rows_alone = 0  # the other rows can see nothing else
+        num_anchor_queries = 0  # the other rows can see nothing else
     chosen = choose_attention(backend, q, segments)
-    options = {"rows_alone": rows_alone, "out": out}
+    compute = implementation("attention.segmented_attention", chosen)
     if chosen == "triton":
-        # A layer hands its output on with the heads of a token side by side: no copy is needed
-        # then.
-        options["out"] = empty_output(q) if out is None else out
-    else:
-        options["merging"] = choose(backend, q)
-    return implementation("attention.segmented_attention", chosen)(
-        q, segments, scale, causal_last, **options
+        return compute(
+            q,
+            segments,
+            scale,
+            causal_last,
+            num_anchor_queries=num_anchor_queries,
+            out=out,
+        )
+    return compute(
+        q,
+        segments,
+        scale,
+        causal_last,
+        num_anchor_queries=num_anchor_queries,
+        out=out,
+        merging=choose(backend, q),
     )
 
 
@@ -103,7 +125,7 @@ def verify_attention(
             least N; later rows are not read. "The last" keys above are the last of those. So a CUDA
             graph, in which shapes are fixed, serves all lengths up to T. None: all T rows. Only
             Triton reads it on the GPU; ``torch`` waits for it.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
@@ -137,8 +159,7 @@ def batch_decode_attention(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Append the newest keys and values of each of R sequences to its own buffers, and attend to
-    all rows there.
+    """Append the newest KV of each of R sequences to its own buffers, and attend to all rows there.
 
     No other row is moved: sequences of any length share a call, wherever their buffers are. A
     sequence's keys are read once for all of its new tokens, each of which sees the rows up to its
@@ -153,7 +174,7 @@ def batch_decode_attention(
             be told of other buffers or lengths from call to call; of a sequence that is not there
             the result is 0, and undefined in rows after the last sequence's.
         scale: factor of the scores.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         ``[1, Hq, S, D]`` in q's dtype.
@@ -205,8 +226,7 @@ def block_sparse_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal block-sparse attention: every token attends to its own block and to the blocks listed
-    for it.
+    """Attend causally from every token to its own block and to the blocks listed for it.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -215,7 +235,8 @@ def block_sparse_attention(
         scale: factor of the scores, usually ``D ** -0.5``.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
-        backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`. ``torch`` waits for
+            the lists on a GPU.
 
     Returns:
         out ``[B, Hq, S, D]`` in q's dtype and lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input), the
@@ -226,7 +247,8 @@ def block_sparse_attention(
         ValueError: shapes do not fit together, or the lists are of another number of blocks.
         BackendError: the backend cannot be used here.
     """
-    numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
+    num_query_blocks = cdiv(q.shape[2], blocks.query_block)
+    num_key_blocks = cdiv(q.shape[2], blocks.key_block)
     require_shapes(
         q=(q, "B Hq S D"),
         k=(k, "B Hkv S D"),
@@ -234,13 +256,14 @@ def block_sparse_attention(
         out=(out, "B Hq S D"),
         counts=(blocks.counts, "B Hq nq"),
         indices=(blocks.indices, "B Hq nq nk"),
-        sizes=numbers,
+        sizes={"nq": num_query_blocks, "nk": num_key_blocks},
     )
     require_dtype(out, q)
     if q.shape[2] == 0:
         return result_without_keys(q, out)
+    if out is None:
+        out = empty_output(q)
     compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
-    out = empty_output(q) if out is None else out
     return compute(q, k, v, blocks, scale, out=out)
 
 
@@ -262,7 +285,7 @@ def antidiagonal_scores(
         scale: factor of the scores, usually ``D ** -0.5``.
         stride: tokens of a group; a product with every key would be a stride of 1.
         block: tokens of a block, a multiple of the stride.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input): for every block of queries the
@@ -275,7 +298,9 @@ def antidiagonal_scores(
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    chosen = choose(backend, q) if q.numel() else "torch"  # Triton launches nothing for no numbers
+    chosen = "torch"  # for an empty tensor, for which Triton cannot launch a kernel
+    if q.numel() > 0:
+        chosen = choose(backend, q)
     return implementation("block_scores.antidiagonal_scores", chosen)(q, k, scale, stride, block)
 
 
@@ -292,7 +317,7 @@ def block_means(
         states: ``[B, H, S, D]``, queries or keys.
         block: rows of a block.
         center: ``[B, H, D]``, what is subtracted from every row first; None: nothing.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both
@@ -305,7 +330,9 @@ def block_means(
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
     require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    chosen = choose(backend, states) if states.numel() else "torch"
+    chosen = "torch"  # for an empty tensor, for which Triton cannot launch a kernel
+    if states.numel() > 0:
+        chosen = choose(backend, states)
     return implementation("block_scores.block_means", chosen)(states, block, center=center)
 
 
@@ -328,7 +355,7 @@ def merge_states(
             as -inf.
         out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D and any dtype:
             filled and returned in place of a new tensor. It may be the first of ``outs``.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         out ``[B, H, S, D]`` in the dtype of ``out``, by default fp32 (fp64 for fp64 input), and lse
@@ -340,13 +367,14 @@ def merge_states(
             too short.
         BackendError: the backend cannot be used here.
     """
-    for partial, lse in (
-        [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
-    ):
+    partials = [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
+    for partial, lse in partials:
         shape = list(partial.shape)
-        of_lse = list(lse.shape)
-        if shape[:-1] != of_lse:
-            raise ValueError(f"partial results of shape {shape} do not have lses of shape {of_lse}")
+        lse_shape = list(lse.shape)
+        if shape[:-1] != lse_shape:
+            raise ValueError(
+                f"partial results of shape {shape} do not have lses of shape {lse_shape}"
+            )
         if out is not None and shape[-2] > out.shape[2]:
             raise ValueError(
                 f"partial results of {shape[-2]} queries do not fit into {out.shape[2]} rows"
@@ -364,8 +392,7 @@ def kv_importance(
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Score each key, per KV head, by how much the question's tokens attend to it: higher is more
-    important.
+    """Score each key, per KV head, by how much the question's tokens attend to it.
 
     Args:
         q_query: ``[B, Hq, n_q, D]``, the query block; n_q > 0.
@@ -378,11 +405,11 @@ def kv_importance(
         lse: ``[B, Hq, n_q]``, natural-log sum of exponentials of the scaled scores over exactly
             these T keys, as attention over them returns it; saves a pass over the keys. None:
             computed here. Unused by ``"dot"``.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
-        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input. Those of equal keys may differ
-        by a rounding, as matrix products do from column to column.
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input; higher is more important. Scores of equal
+        keys may differ by a rounding, as matrix products do from column to column.
 
     Raises:
         ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not
@@ -397,17 +424,13 @@ def kv_importance(
     if q_query.shape[2] == 0:
         raise ValueError("the question has no tokens")
     if k.shape[2] == 0:
-        return torch.empty(
-            k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
-        )
-    importance = implementation("importance.kv_importance", choose(backend, k))(
-        q_query, k, scale, reduce, lse=lse
-    )
-    return (
-        importance
-        if pool == 1
-        else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
-    )
+        wide = torch.promote_types(k.dtype, torch.float32)
+        return torch.empty(k.shape[:3], dtype=wide, device=k.device)
+    compute = implementation("importance.kv_importance", choose(backend, k))
+    importance = compute(q_query, k, scale, reduce, lse=lse)
+    if pool == 1:
+        return importance
+    return functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
 
 
 def select_topk(
@@ -430,7 +453,7 @@ def select_topk(
         out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers
             along D: the rows of K and V are written straight to the first ``count`` places of each
             head, and the rest is left alone. None: allocated, N = count.
-        backend: see :mod:`apbv.kernels.backends`.
+        backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`.
 
     Returns:
         indices ``[B, Hkv, count]`` int64, ascending, and ``out``.
@@ -454,7 +477,9 @@ def select_topk(
 
 
 def require_shapes(
-    *, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]
+    *,
+    sizes: Mapping[str, int] | None = None,
+    **operands: tuple[Tensor | None, str],
 ) -> None:
     """Raise ValueError unless operands have their shapes, in which a letter stands for one size.
 
@@ -464,12 +489,13 @@ def require_shapes(
     """
     known = dict(sizes or {})
     for name, (tensor, shape) in operands.items():
-        letters = shape.split()
         if tensor is None:
             continue
-        found = dict(zip(letters, tensor.shape, strict=False))
-        if tensor.dim() != len(letters) or known | found != found | known:
-            wanted = ", ".join(f"{x} = {known[x]}" if x in known else x for x in letters)
+        letters = shape.split()
+        found = dict(zip(letters, tensor.shape, strict=False))  # there may be more or fewer sizes
+        has_known_sizes = all(known.get(letter, size) == size for letter, size in found.items())
+        if tensor.dim() != len(letters) or not has_known_sizes:
+            wanted = ", ".join([f"{x} = {known[x]}" if x in known else x for x in letters])
             raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
         known |= found
     if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:
@@ -480,6 +506,10 @@ def require_shapes(
 
 def require_dtype(tensor: Tensor | None, like: Tensor) -> None:
     """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
-    if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))
-        raise ValueError(f"a tensor in {given} does not match {wanted}")
+    if tensor is None:
+        return
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"a tensor in {tensor.dtype} on {tensor.device} does not match {like.dtype} on "
+            f"{like.device}"
+        )

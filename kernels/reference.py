@@ -1,7 +1,7 @@
 """Reference of every operator in plain PyTorch and fp64; every other backend must match it.
 
-Each function is called as the operator of its name, without ``backend``; see there for shapes and
-units.
+Each function is called like the operator of its name in :mod:`apbv.kernels`, which documents shapes
+and units, without ``backend``.
 """
 
 import math
@@ -11,21 +11,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .runs import ListedBlocks, PackedSequences, Segment, SequenceBuffers
+from .listed_blocks import ListedBlocks
+from .segments import Segment
+from .sequences import PackedSequences, SequenceBuffers
 
 
 def segmented_attention(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    causal_last: bool,
+    *,
+    num_anchor_queries: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over the concatenation of several segments with every score materialised, in O(S * T)
-    memory."""
+    """Attend over the concatenation of several segments, materialising every score."""
     queries = q.shape[2]
-    last = segments[-1][0].shape[2]
-    k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
+    k = torch.cat([k for k, _ in segments], dim=2)
+    v = torch.cat([v for _, v in segments], dim=2)
+    num_last = segments[-1][0].shape[2]
+    num_past = k.shape[2] - num_last
+    # [S, T]
     visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
-    visible[:rows_alone, : k.shape[2] - last] = False
+    visible[:num_anchor_queries, :num_past] = False
     if causal_last:
-        visible[:, k.shape[2] - last :] &= visible.new_ones(queries, last).tril(last - queries)
+        triangle = visible.new_ones(queries, num_last).tril(num_last - queries)
+        visible[:, num_past:] &= triangle
     return _attend(q, k, v, scale, visible)
 
 
@@ -40,31 +50,38 @@ def verify_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from a few new tokens under one mask of all keys."""
     if num_keys is not None:
-        k, v = (states[:, :, : int(num_keys)] for states in (k, v))
+        k = k[:, :, : int(num_keys)]
+        v = v[:, :, : int(num_keys)]
     queries = q.shape[2]
-    keys = k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
-    return _attend(
-        q, k, v, scale, functional.pad(visible, (keys - visible.shape[1], 0), value=True)
-    )
+    num_past = k.shape[2] - visible.shape[1]
+    # [S, T]
+    visible = functional.pad(visible, (num_past, 0), value=True)
+    return _attend(q, k, v, scale, visible)
 
 
 def batch_decode_attention(
     q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float
 ) -> Tensor:
     """Append to one sequence after the other, and attend to it."""
+    counts = buffers.counts or 1
     outs = []
-    newest = (states.split(buffers.counts or 1, dim=2) for states in (q, k, v))
     for query, key, value, keys, values, length in zip(
-        *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
+        q.split(counts, dim=2),
+        k.split(counts, dim=2),
+        v.split(counts, dim=2),
+        buffers.keys,
+        buffers.values,
+        buffers.lengths,
+        strict=True,
     ):
         stop = length + query.shape[2]
         keys[:, :, length:stop] = key
         values[:, :, length:stop] = value
-        outs.append(
-            segmented_attention(query, [(keys[:, :, :stop], values[:, :, :stop])], scale, True)[0]
-        )
+        seen = (keys[:, :, :stop], values[:, :, :stop])
+        out, _ = segmented_attention(query, [seen], scale, True)
+        outs.append(out)
     return torch.cat(outs, dim=2).to(q.dtype)
 
 
@@ -73,47 +90,51 @@ def varlen_attention(
 ) -> Tensor:
     """Attend within one sequence after the other."""
     lengths = sequences.boundaries.diff().tolist()
-    parts = (states.transpose(0, 1)[None].split(lengths, dim=2) for states in (q, k, v))
-    outs = [
-        segmented_attention(q, [(k, v)], scale, False)[0] for q, k, v in zip(*parts, strict=True)
-    ]
+    outs = []
+    for query, keys, values in zip(
+        q.transpose(0, 1)[None].split(lengths, dim=2),
+        k.transpose(0, 1)[None].split(lengths, dim=2),
+        v.transpose(0, 1)[None].split(lengths, dim=2),
+        strict=True,
+    ):
+        out, _ = segmented_attention(query, [(keys, values)], scale, False)
+        outs.append(out)
     return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 
 
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend under the mask of what every query sees of listed blocks and of its own; skips no
-    values."""
+    """Attend under the mask of listed blocks and the diagonal."""
     tokens = torch.arange(q.shape[2], device=q.device)
     rows = tokens // blocks.query_block
     columns = tokens // blocks.key_block
-    own = rows[:, None] == rows
-    visible = (blocks.kept[:, :, rows][..., columns] | own) & (tokens <= tokens[:, None])
+    is_own_block = rows[:, None] == rows
+    is_listed = blocks.kept[:, :, rows][..., columns]
+    visible = (is_listed | is_own_block) & (tokens <= tokens[:, None])
     result, lse = _attend(q, k, v, scale, visible)
     return out.copy_(result), lse
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
-    """Sum up the antidiagonals of every square of all scores, and the shares of every square of
-    groups."""
-    pad = -q.shape[2] % stride
-    q, k = (functional.pad(states.double(), (0, 0, 0, pad)) for states in (q, k))
-    scores = (
-        q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale / stride
-    )
+    """Sum up the antidiagonals of all scores' squares, and the shares of squares of groups."""
+    padding = (0, 0, 0, -q.shape[2] % stride)
+    q = functional.pad(q.double(), padding)
+    k = functional.pad(k.double(), padding)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(-1, -2) * scale / stride
     # [B, Hq, n, stride, n, stride]
     squares = scores.unflatten(3, (-1, stride)).unflatten(2, (-1, stride))
     sums = squares.flip(3).diagonal(dim1=3, dim2=5).sum(dim=-1)
     later = torch.ones_like(sums[0, 0], dtype=torch.bool).triu(1)
     shares = sums.masked_fill(later, float("-inf")).softmax(dim=-1)
-    cuts = range(0, shares.shape[2], block // stride)
-    rows = [shares[:, :, cut : cut + block // stride].mean(dim=2) for cut in cuts]
-    columns = [
-        torch.stack([row[..., cut : cut + block // stride].sum(dim=-1) for cut in cuts], -1)
-        for row in rows
-    ]
-    return torch.stack(columns, dim=2).float()
+    groups_per_block = block // stride
+    blocks = []
+    for rows in shares.split(groups_per_block, dim=2):
+        mean = rows.mean(dim=2)
+        sums = [columns.sum(dim=-1) for columns in mean.split(groups_per_block, dim=-1)]
+        blocks.append(torch.stack(sums, dim=-1))
+    return torch.stack(blocks, dim=2).float()
 
 
 def block_means(
@@ -123,13 +144,14 @@ def block_means(
     states = states.double()
     if center is not None:
         states = states - center.double()[:, :, None]
-    blocks = states.split(block, dim=2)
-    units = [functional.normalize(rows, dim=-1) for rows in blocks]
-    means = torch.stack([rows.mean(dim=2) for rows in blocks], dim=2)
-    similarities = torch.stack(
-        [(unit @ unit.transpose(-1, -2)).mean(dim=(-2, -1)) for unit in units], dim=2
-    )
-    return means.float(), similarities.float()
+    means = []
+    similarities = []
+    for rows in states.split(block, dim=2):
+        units = functional.normalize(rows, dim=-1)
+        cosines = units @ units.transpose(-1, -2)
+        means.append(rows.mean(dim=2))
+        similarities.append(cosines.mean(dim=(-2, -1)))
+    return torch.stack(means, dim=2).float(), torch.stack(similarities, dim=2).float()
 
 
 def merge_states(
@@ -138,17 +160,23 @@ def merge_states(
     """Merge partial attention results over disjoint keys in fp64."""
     wide = torch.float64 if lses[0].dtype == torch.float64 else torch.float32
     queries = max(lse.shape[2] for lse in lses) if out is None else out.shape[2]
-    behind = [queries - lse.shape[2] for lse in lses]  # a partial result is of the last queries
-    lses = [
-        functional.pad(x.double(), (n, 0), value=-math.inf)
-        for x, n in zip(lses, behind, strict=True)
-    ]
-    lses = torch.stack(lses).masked_fill_(torch.stack(lses) == math.inf, -math.inf)
-    lse = lses.logsumexp(dim=0)
-    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
-    outs = [functional.pad(x.double(), (0, 0, n, 0)) for x, n in zip(outs, behind, strict=True)]
-    merged = (weights * torch.stack(outs).masked_fill(weights == 0, 0.0)).sum(dim=0)
-    return merged.to(wide) if out is None else out.copy_(merged), lse.to(wide)
+    # A partial result is of the last queries: the others saw nothing.
+    padded_outs = []
+    padded_lses = []
+    for partial, lse in zip(outs, lses, strict=True):
+        first = queries - lse.shape[2]
+        padded_outs.append(functional.pad(partial.double(), (0, 0, first, 0)))
+        padded_lses.append(functional.pad(lse.double(), (first, 0), value=-math.inf))
+    stacked_outs = torch.stack(padded_outs)
+    stacked_lses = torch.stack(padded_lses)
+    stacked_lses[stacked_lses == math.inf] = -math.inf
+
+    lse = stacked_lses.logsumexp(dim=0)
+    weights = torch.exp(stacked_lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    merged = (weights * stacked_outs.masked_fill(weights == 0, 0.0)).sum(dim=0)
+    if out is None:
+        return merged.to(wide), lse.to(wide)
+    return out.copy_(merged), lse.to(wide)
 
 
 def kv_importance(
@@ -160,8 +188,7 @@ def kv_importance(
     pool: int = 1,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Score each key by how much the question attends to it; ``lse``, which only saves work, is
-    ignored."""
+    """Score each key by how much the question attends to it; ``lse`` only saves work elsewhere."""
     rows = q_query.double().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * n_q, D]
     scores = rows @ k.double().transpose(-1, -2) * scale
     if reduce == "dot":
@@ -190,14 +217,15 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend under a mask; the result is zeros and an lse of -inf where nothing is visible."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
+    group = q.shape[1] // k.shape[1]
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
     # Invisible values may be anything, including NaN: they must not be multiplied in.
-    seen = visible.any(dim=-2).expand(*k.shape[:-1])[..., None]
-    k, v = (states.masked_fill(~seen, 0.0) for states in (k, v))
+    is_seen = visible.any(dim=-2).expand(*k.shape[:-1])[..., None]
+    k = k.masked_fill(~is_seen, 0.0)
+    v = v.masked_fill(~is_seen, 0.0)
     scores = (q.double() @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v).to(q.dtype), lse.to(
-        torch.float64 if q.dtype == torch.float64 else torch.float32
-    )
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (weights @ v).to(q.dtype), lse.to(lse_dtype)

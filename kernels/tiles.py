@@ -1,6 +1,6 @@
 """Chooses the tiles of attention kernels from tiles.json.
 
-It has, by GPU (its name, its kind: see :func:`kind_of`, or any) and by use, lists of
+It has, by GPU (its name, its kind as :func:`kind_of` names it, or any) and by use, lists of
 ``[largest head_dim, most rows or null, rows, keys, warps, stages]``, of which the first that fits
 is taken. Uses are ``few`` rows of queries, where reading the keys takes the time; ``masked``, the
 same with a mask that is read, too; ``many``, which a prefill has; and the ``importance`` of keys.
@@ -14,16 +14,23 @@ from pathlib import Path
 
 import torch
 
-from .runs import next_power_of_2
+from .strides import next_power_of_2
 
 TABLE = Path(__file__).with_name("tiles.json")
 _FEW_ROWS = 64  # with more, arithmetic takes the time
+_NARROWEST_TILE = 16  # of tensor cores
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows and keys that a program computes at a time, its padded head_dim, warps and pipeline
-    stages."""
+    """Sizes that a kernel is compiled for.
+
+    Attributes:
+        rows, keys: how many a program computes at a time.
+        dim: head_dim, padded to a power of 2.
+        num_warps: of a program.
+        num_stages: of the pipeline that loads keys.
+    """
 
     rows: int
     keys: int
@@ -36,20 +43,27 @@ def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.devi
     """Choose a tile.
 
     Args:
-        use: see above; of few rows ``many`` are ``few``.
+        use: ``few``, ``masked``, ``many`` or ``importance``; few rows count as ``few`` even if
+            ``many`` are given.
         rows: query rows of one head of K and V.
+        dim: head_dim.
+        element_size: bytes of a number of Q, K and V.
+        device: where the kernel runs.
+
+    Raises:
+        ValueError: the table has no tile for this.
     """
-    dim, rows = (max(16, next_power_of_2(size)) for size in (dim, rows))
+    dim = max(_NARROWEST_TILE, next_power_of_2(dim))
+    rows = max(_NARROWEST_TILE, next_power_of_2(rows))
     if use == "many" and rows <= _FEW_ROWS:
         use = "few"
     uses = (use,) if use in ("few", "importance") else (use, "few")
     gpus = ("float32",) if element_size == 4 else gpu_of(device)
-    entries = (
-        entry for gpu, each in product(gpus, uses) for entry in _table().get(gpu, {}).get(each, ())
-    )
-    for most_dim, most_rows, most_tile_rows, keys, num_warps, num_stages in entries:
-        if dim <= most_dim and rows <= (most_rows or rows):
-            return Tile(min(rows, most_tile_rows), keys, dim, num_warps, num_stages)
+    for gpu, use_or_few in product(gpus, uses):
+        entries = _table().get(gpu, {}).get(use_or_few, ())
+        for most_dim, most_rows, most_tile_rows, keys, num_warps, num_stages in entries:
+            if dim <= most_dim and (most_rows is None or rows <= most_rows):
+                return Tile(min(rows, most_tile_rows), keys, dim, num_warps, num_stages)
     raise ValueError(f"{TABLE} has no tile for {rows} rows of {dim} numbers on {' or '.join(gpus)}")
 
 
@@ -60,24 +74,19 @@ def _table() -> dict[str, dict[str, list[list]]]:
 
 @cache
 def gpu_of(device: torch.device) -> tuple[str, str, str]:
-    """List what a GPU is called in the table; without one, as a GPU that compiled kernels could be
-    for."""
+    """List what a GPU is called in the table; a CPU counts as Hopper, whose tiles tests use."""
     if device.type != "cuda":
         return "none", kind_of(9, 227 * 1024), "any"
     properties = torch.cuda.get_device_properties(device)
-    return (
-        properties.name,
-        kind_of(properties.major, properties.shared_memory_per_block_optin),
-        "any",
-    )
+    kind = kind_of(properties.major, properties.shared_memory_per_block_optin)
+    return properties.name, kind, "any"
 
 
 def kind_of(major: int, shared_memory: int) -> str:
-    """Name a GPU's kind: its compute capability, or ``"small"`` for the GPUs with less shared
-    memory.
+    """Name a GPU's kind: its compute capability, or ``"small"`` if it has less shared memory.
 
-    Those are Ada, and Blackwell's GeForce and RTX PRO, whose operands come from registers, as
-    Ampere's.
+    Small are Ada, and Blackwell's GeForce and RTX PRO, whose operands come from registers, as
+    Ampere's do.
 
     Args:
         major: of the compute capability.

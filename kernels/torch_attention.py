@@ -21,7 +21,9 @@ from .library_attention import (
     why_not_library,
     with_positive_scale,
 )
-from .runs import PackedSequences, Segment, in_rows
+from .segments import Segment
+from .sequences import PackedSequences
+from .strides import with_contiguous_rows
 from .torch_merging import merge_finite
 
 # With so few queries, reading K and V once for all heads of a group is worth rearranging the
@@ -35,37 +37,48 @@ def segmented_attention(
     scale: float,
     causal_last: bool,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
     library: str = "torch",
     merging: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of
-    another library.
+    """Attend as :func:`apbv.kernels.segmented_attention` does, by torch or another library.
 
     Args:
         library: what attends to one segment.
-        merging: what merges the results of several; see :func:`apbv.kernels.backends.choose`.
+        merging: ``"torch"`` or ``"triton"``, which merges the results of several.
     """
     attend = attend_with(library, q, segments[0][0])
     # Every part's queries see some of its keys: torch need not check for undefined results.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
-    is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
+    is_block = causal_last and not num_anchor_queries and q.shape[2] > _FEW_QUERIES
     groups = q.shape[1] // segments[0][0].shape[1]
     if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
-        if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
-            return _merged(
-                q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out
+        k, v = segments[0]
+        if len(segments) == 1 and k.shape[2] > q.shape[2]:
+            result = attend(
+                with_contiguous_rows(q),
+                with_contiguous_rows(k),
+                with_contiguous_rows(v),
+                scale,
+                True,
             )
+            return _merged(q, [result], merge, out)
     return attend_segments(
-        q, segments, scale, causal_last, attend, merge, rows_alone=rows_alone, out=out
+        q,
+        segments,
+        scale,
+        causal_last,
+        attend,
+        merge,
+        num_anchor_queries=num_anchor_queries,
+        out=out,
     )
 
 
 def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
-    """Join segments where one call under a causal mask costs less than a call for each part, and
-    their merge.
+    """Join segments where one call under a causal mask costs less than several and their merge.
 
     The mask's diagonal ends at the bottom right. One call saves writing a second partial result and
     reading both back; for it, those keys and values are copied that would not be in any case.
@@ -73,20 +86,27 @@ def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
     *earlier, (k, v) = segments
     # An empty last segment stays: without it the mask would be of the one before, which all queries
     # see.
-    segments = [*(segment for segment in earlier if segment[0].shape[2]), (k, v)]
-    *earlier, _ = segments
+    earlier = [segment for segment in earlier if segment[0].shape[2] > 0]
+    segments = [*earlier, (k, v)]
     queries = q.shape[2]
-    past = k.shape[2] - q.shape[2]
-    if past < 0 or not earlier:
+    num_past = k.shape[2] - queries
+    if num_past < 0 or not earlier:
         return segments
-    visible = [*earlier, (k[:, :, :past], v[:, :, :past])] if past else earlier
-    num_seen = sum(keys.shape[2] for keys, _ in visible)
-    num_copied = queries + (0 if _is_worth_joining(visible, q) else num_seen)
+
+    # What all queries see, which one call would have to copy if several calls would not anyway.
+    fully_visible = list(earlier)
+    if num_past > 0:
+        fully_visible.append((k[:, :, :num_past], v[:, :, :num_past]))
+    num_copied = queries
+    if not _is_worth_joining(fully_visible, q):
+        num_copied += sum(keys.shape[2] for keys, _ in fully_visible)
     # In rows of D numbers: K and V are read and written; a partial result is written, and one more
     # of two read.
-    return (
-        [_joined(segments)] if 4 * num_copied * k.shape[1] < 2 * queries * q.shape[1] else segments
-    )
+    cost_of_copies = 4 * num_copied * k.shape[1]
+    cost_of_merge = 2 * queries * q.shape[1]
+    if cost_of_copies < cost_of_merge:
+        return [_joined(segments)]
+    return segments
 
 
 def attend_segments(
@@ -97,35 +117,55 @@ def attend_segments(
     attend: Attend,
     merge: Callable = merge_finite,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over several segments with one call of ``attend`` for each, or for several joined
-    ones.
+    """Attend over several segments with one call of ``attend`` for each, or for some joined.
 
-    A partial result of fewer queries than there are is of the last ones: those after
-    ``rows_alone``, or those of a triangle of fewer keys than queries.
+    A partial result of fewer queries than there are is of the last queries: those after the anchor,
+    or, where there are fewer keys than queries, those that see a key.
     """
-    q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
+    q = with_contiguous_rows(q)
+    segments = [(with_contiguous_rows(k), with_contiguous_rows(v)) for k, v in segments]
     *earlier, (k, v) = segments
     queries = q.shape[2]
     keys = k.shape[2]
     # Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one
     # has only one. So causal keys are cut into those that all queries see, and the last ones, at
     # most as many as the queries.
-    past = max(0, keys - queries) if causal_last and queries > 1 else keys
-    last = [(k[:, :, :past], v[:, :, :past])]
+    num_past = keys
+    if causal_last and queries > 1:
+        num_past = max(0, keys - queries)
+    last = (k[:, :, :num_past], v[:, :, :num_past])
+
+    # Keys that queries see fully, with the first of these queries.
+    if num_anchor_queries > 0:
+        calls = [(num_anchor_queries, earlier), (0, [last])]
+    else:
+        calls = [(0, [*earlier, last])]
     partials = []
-    for first, group in [(rows_alone, earlier), (0, last)] if rows_alone else [(0, earlier + last)]:
+    for first, group in calls:
         rows = q[:, :, first:]
-        seen = [segment for segment in group if segment[0].shape[2] and rows.shape[2]]
+        if rows.shape[2] == 0:
+            continue
+        seen = [segment for segment in group if segment[0].shape[2] > 0]
         if _is_worth_joining(seen, rows):
             seen = [_joined(seen)]
-        partials += [_attend_all(rows, *segment, scale, attend) for segment in seen]
-    if past < keys:
-        square = keys - past
-        triangle = q[:, :, queries - square :], k[:, :, past:], v[:, :, past:]
-        partials.append(attend(*triangle, scale, square > 1))
+        for seen_k, seen_v in seen:
+            partials.append(_attend_all(rows, seen_k, seen_v, scale, attend))
+
+    # The triangle of the last keys, of which the last queries see more and more.
+    if num_past < keys:
+        square = keys - num_past
+        partials.append(
+            attend(
+                q[:, :, queries - square :],
+                k[:, :, num_past:],
+                v[:, :, num_past:],
+                scale,
+                square > 1,
+            )
+        )
     return _merged(q, partials, merge, out)
 
 
@@ -141,8 +181,11 @@ def verify_attention(
     """Attend as :func:`apbv.kernels.verify_attention` does; a length is waited for."""
     attend = attend_with("torch", q, k)
     if num_keys is not None:
-        k, v = (states[:, :, : int(num_keys)] for states in (k, v))
-    q, k, v = map(in_rows, (q, k, v))
+        k = k[:, :, : int(num_keys)]
+        v = v[:, :, : int(num_keys)]
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     if visible is None:
         if q.shape[2] == 1:  # it sees everything
             return _attend_all(q, k, v, scale, attend)
@@ -162,16 +205,23 @@ def _merged(
     """Return the result for all queries, in ``out`` where it is given."""
     if len(partials) == 1 and partials[0][0].shape == q.shape:
         whole, lse = partials[0]
-        return whole.to(q.dtype) if out is None else out.copy_(whole), lse
+        if out is None:
+            return whole.to(q.dtype), lse
+        return out.copy_(whole), lse
     if not partials:
         return result_without_keys(q, out)
-    outs, lses = zip(*partials, strict=True)
-    return merge(outs, lses, out=empty_output(q) if out is None else out)
+    if out is None:
+        out = empty_output(q)
+    outs = [partial for partial, _ in partials]
+    lses = [lse for _, lse in partials]
+    return merge(outs, lses, out=out)
 
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Make room for an output like q, ``[B, Hq, S, D]``, with the heads of a query side by side in
-    memory."""
+    """Make room for an output like q, ``[B, Hq, S, D]``, with a query's heads side by side.
+
+    A layer hands its output on in this memory layout: no copy is needed then.
+    """
     batch, heads, queries, dim = q.shape
     return q.new_empty((batch, queries, heads, dim), dtype=dtype).transpose(1, 2)
 
@@ -179,29 +229,32 @@ def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _attend_all(
     q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Attend where every query sees every key, so that a group's heads can be more queries of one
-    head."""
+    """Attend where every query sees every key: a group's heads can be more queries of one head."""
     if q.shape[2] > _FEW_QUERIES:
         return attend(q, k, v, scale, False)
-    out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, scale, False)
+    # [B, Hkv, G * S, D]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    out, lse = attend(grouped, k, v, scale, False)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
-    """Return whether copying segments' rows to join them costs less than merging another partial
-    result.
+    """Return whether joining segments costs less than merging another partial result.
 
     APB-V's context blocks see an anchor and passing blocks that are short compared with the block
     itself.
     """
-    return (
-        len(segments) > 1
-        and sum(k.shape[1] * k.shape[2] for k, _ in segments) < q.shape[1] * q.shape[2]
-    )
+    if len(segments) < 2:
+        return False
+    num_key_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
+    num_query_rows = q.shape[1] * q.shape[2]
+    return num_key_rows < num_query_rows
 
 
 def _joined(segments: list[Segment]) -> Segment:
-    k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
+    """Copy segments to one."""
+    k = torch.cat([k for k, _ in segments], dim=2)
+    v = torch.cat([v for _, v in segments], dim=2)
     return k, v
 
 
@@ -209,33 +262,43 @@ def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, T
     """Return the result of attention to no keys: an output of zeros and an lse of -inf."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-    return torch.zeros_like(q) if out is None else out.zero_(), lse
+    if out is None:
+        return torch.zeros_like(q), lse
+    return out.zero_(), lse
 
 
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float
 ) -> Tensor:
-    """Attend within each sequence, in one call where FlashAttention works, else in one for each
-    length."""
+    """Attend within each sequence, in one call by FlashAttention or in one call per length."""
     q, scale = with_positive_scale(q, scale)
     if not varlen_obstacle(q.device, q.dtype, q.shape[2]):
         return varlen_flash(q, k, v, sequences, scale)
-    outs = []
+    result = None
     for length, rows in sequences.by_length:
-        batch = (x if rows is None else x.index_select(0, rows) for x in (q, k, v))
         # [N, H, length, D]
-        q_, k_, v_ = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch)
-        enable_gqa = q.shape[1] != k.shape[1]
         out = functional.scaled_dot_product_attention(
-            q_, k_, v_, scale=scale, enable_gqa=enable_gqa
+            _sequences_of(q, rows, length),
+            _sequences_of(k, rows, length),
+            _sequences_of(v, rows, length),
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-        outs.append((rows, out.transpose(1, 2).flatten(0, 1)))
-    if outs[0][0] is None:
-        return outs[0][1].contiguous()
-    result = q.new_empty(q.shape)
-    for rows, out in outs:
+        # [N * length, H, D]
+        out = out.transpose(1, 2).flatten(0, 1)
+        if rows is None:
+            return out.contiguous()
+        if result is None:
+            result = q.new_empty(q.shape)
         result.index_copy_(0, rows, out)
     return result
+
+
+def _sequences_of(states: Tensor, rows: Tensor | None, length: int) -> Tensor:
+    """Return sequences of one length in a tensor ``[T, H, D]`` as ``[N, H, length, D]``."""
+    if rows is not None:
+        states = states.index_select(0, rows)
+    return states.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 @cache
@@ -243,20 +306,18 @@ def varlen_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Return why :func:`varlen_flash` cannot attend like this, or None if it can.
 
     Args:
-        device, dtype: those of q, k and v.
+        device, dtype: of q, k and v.
         head_dim: D.
     """
     if device.type != "cuda":
         return f"it runs on CUDA devices, and the tensors are on {device.type}"
-    return why_not_library("torch", capability(device), dtype, head_dim) or probe_varlen(
-        device, dtype, head_dim
-    )
+    obstacle = why_not_library("torch", capability(device), dtype, head_dim)
+    return obstacle or probe_varlen(device, dtype, head_dim)
 
 
 @torch.no_grad()
 def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run :func:`varlen_flash` on a small problem, and return its error, or None if there is
-    none."""
+    """Run :func:`varlen_flash` on a small problem; return its error, or None if there is none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences = PackedSequences(boundaries, max(lengths))
@@ -272,10 +333,18 @@ def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 def varlen_flash(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float
 ) -> Tensor:
-    """Attend within each sequence by the FlashAttention that torch has built in, on a GPU in half
-    precision."""
-    ends = sequences.boundaries
-    longest = sequences.longest
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale
-    )[0]
+    """Attend within each sequence by torch's own FlashAttention, on a GPU in half precision."""
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        sequences.boundaries,  # of queries
+        sequences.boundaries,  # of keys
+        sequences.longest,
+        sequences.longest,
+        0.0,  # dropout
+        False,  # not causal
+        False,  # no mask for debugging
+        scale=scale,
+    )
+    return out

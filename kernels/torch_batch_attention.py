@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .library_attention import attend_with
-from .runs import SequenceBuffers
+from .sequences import SequenceBuffers
 from .torch_attention import verify_attention
 
 
@@ -17,15 +17,25 @@ def batch_decode_attention(
     attend = attend_with("torch", q, k)
     # The heads of a group are queries of one head, which see the same keys: [R, 1, Hkv, G, D].
     queries = q[0].transpose(0, 1).unflatten(1, (k.shape[1], -1))[:, None]
-    newest = (states[0].transpose(0, 1) for states in (k, v))  # [R, Hkv, D]
+    # [R, Hkv, D]
+    new_keys = k[0].transpose(0, 1)
+    new_values = v[0].transpose(0, 1)
     outs = []
     for query, key, value, keys, values, length in zip(
-        queries.unbind(), *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
+        queries.unbind(),
+        new_keys.unbind(),
+        new_values.unbind(),
+        buffers.keys,
+        buffers.values,
+        buffers.lengths,
+        strict=True,
     ):
         keys.select(2, length)[0] = key
         values.select(2, length)[0] = value
-        seen = (states.narrow(2, 0, length + 1) for states in (keys, values))
-        outs.append(attend(query, *seen, scale, False)[0])
+        seen_keys = keys.narrow(2, 0, length + 1)
+        seen_values = values.narrow(2, 0, length + 1)
+        out, _ = attend(query, seen_keys, seen_values, scale, False)
+        outs.append(out)
     return torch.cat(outs).flatten(1, 2).transpose(0, 1)[None]
 
 
@@ -33,13 +43,22 @@ def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float
 ) -> Tensor:
     """Attend where sequences have several new tokens."""
+    queries = q.split(buffers.counts, dim=2)
+    new_keys = k.split(buffers.counts, dim=2)
+    new_values = v.split(buffers.counts, dim=2)
     outs = []
-    newest = (states.split(buffers.counts, dim=2) for states in (q, k, v))
     for query, key, value, keys, values, length in zip(
-        *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
+        queries,
+        new_keys,
+        new_values,
+        buffers.keys,
+        buffers.values,
+        buffers.lengths,
+        strict=True,
     ):
         stop = length + query.shape[2]
         keys[:, :, length:stop] = key
         values[:, :, length:stop] = value
-        outs.append(verify_attention(query, keys[:, :, :stop], values[:, :, :stop], scale)[0])
+        out, _ = verify_attention(query, keys[:, :, :stop], values[:, :, :stop], scale)
+        outs.append(out)
     return torch.cat(outs, dim=2)

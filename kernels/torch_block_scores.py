@@ -4,62 +4,83 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .strides import cdiv
+
 # Maximum scores of groups in memory at a time, and maximum numbers of widened rows.
 _MOST_SCORES = 2**22
 _MOST_NUMBERS = 2**20
 
 
-def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
-    """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, a few blocks of queries at a
-    time."""
+def antidiagonal_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    stride: int,
+    block: int,
+) -> Tensor:
+    """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, some blocks at a time."""
+    batch, heads, _, dim = q.shape
+    kv_heads = k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    heads = k.shape[1]
-    of_head = q.shape[1] // k.shape[1]
     # A row of a product's operand is a group: its tokens' numbers, the queries' from the last token
     # to the first.
+    # [B, Hkv, stride * D, num_groups]
     columns = _groups(k.to(wide), stride).flatten(3).transpose(2, 3)
-    groups = columns.shape[3]
-    of_block = block // stride
-    blocks = -(-groups // of_block)
-    shares = columns.new_zeros(*q.shape[:2], blocks, blocks)
-    queries = q.shape[0] * q.shape[1] * of_block  # groups of a block, in all heads
-    most = min(
-        _MOST_SCORES // max(1, queries * groups),
-        _MOST_NUMBERS // max(1, queries * stride * q.shape[3]),
-    )
-    step = max(1, most) * of_block
-    for first in range(0, groups, step):
-        last = min(first + step, groups)
-        rows = _groups(q[:, :, first * stride : last * stride].to(wide) * (scale / stride), stride)
-        rows = rows.flip(3).flatten(3).unflatten(1, (heads, of_head)).flatten(2, 3)
-        scores = (rows @ columns[..., :last]).view(*q.shape[:2], last - first, last)
-        places = torch.arange(last, device=q.device)
-        scores.masked_fill_(places > places[first:, None], float("-inf"))
-        scores = scores.softmax(dim=-1)
-        scores = functional.pad(scores, (0, -last % of_block, 0, -(last - first) % of_block))
-        sums = (
-            scores.unflatten(3, (-1, of_block)).sum(dim=4).unflatten(2, (-1, of_block)).sum(dim=3)
-        )
-        shares[:, :, first // of_block : first // of_block + sums.shape[2], : sums.shape[3]] = sums
-    return per_group(shares, groups, of_block)
+    num_groups = columns.shape[3]
+    groups_per_block = block // stride
+    num_blocks = cdiv(num_groups, groups_per_block)
+    shares = columns.new_zeros(batch, heads, num_blocks, num_blocks)
+
+    # How many blocks of queries fit into memory at a time, with their scores.
+    groups_of_all_heads = batch * heads * groups_per_block
+    blocks_by_scores = _MOST_SCORES // max(1, groups_of_all_heads * num_groups)
+    blocks_by_numbers = _MOST_NUMBERS // max(1, groups_of_all_heads * stride * dim)
+    groups_at_once = max(1, min(blocks_by_scores, blocks_by_numbers)) * groups_per_block
+    for first in range(0, num_groups, groups_at_once):
+        last = min(first + groups_at_once, num_groups)
+        # [B, Hkv, G * (last - first), stride * D]
+        queries = q[:, :, first * stride : last * stride].to(wide) * (scale / stride)
+        rows = _groups(queries, stride).flip(3).flatten(3)
+        rows = rows.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
+        # [B, Hq, last - first, last]
+        scores = (rows @ columns[..., :last]).view(batch, heads, last - first, last)
+        groups = torch.arange(last, device=q.device)
+        scores.masked_fill_(groups > groups[first:, None], float("-inf"))
+        sums = sum_squares(scores.softmax(dim=-1), groups_per_block)
+        first_block = first // groups_per_block
+        last_block = first_block + sums.shape[2]
+        shares[:, :, first_block:last_block, : sums.shape[3]] = sums
+    return per_group(shares, num_groups, groups_per_block)
 
 
-def per_group(sums: Tensor, groups: int, of_block: int) -> Tensor:
-    """Divide what blocks of queries sum up, ``[B, Hq, n, n]``, by how many groups each has."""
-    firsts = torch.arange(0, groups, of_block, device=sums.device)
-    return sums / (groups - firsts).clamp_max(of_block)[:, None]
+def sum_squares(values: Tensor, size: int) -> Tensor:
+    """Sum up squares of ``[B, H, M, N]``, of ``size`` rows and columns; the last may be smaller."""
+    rows, columns = values.shape[2:]
+    values = functional.pad(values, (0, -columns % size, 0, -rows % size))
+    values = values.unflatten(3, (-1, size)).sum(dim=4)
+    return values.unflatten(2, (-1, size)).sum(dim=3)
+
+
+def per_group(sums: Tensor, num_groups: int, groups_per_block: int) -> Tensor:
+    """Divide the sums of blocks of queries, ``[B, Hq, n, n]``, by how many groups each has."""
+    firsts = torch.arange(0, num_groups, groups_per_block, device=sums.device)
+    return sums / (num_groups - firsts).clamp_max(groups_per_block)[:, None]
 
 
 def block_means(
     states: Tensor, block: int, *, center: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute means and similarities as :func:`apbv.kernels.block_means` does, some blocks at a
-    time."""
+    """Compute what :func:`apbv.kernels.block_means` does, some blocks at a time."""
     batch, heads, _, dim = states.shape
-    rows = max(1, _MOST_NUMBERS // max(1, batch * heads * block * dim)) * block
-    parts = [_means(part, block, center) for part in states.split(rows, dim=2)]
-    means, similarities = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
-    return means, similarities
+    numbers_of_block = batch * heads * block * dim
+    blocks_at_once = max(1, _MOST_NUMBERS // max(1, numbers_of_block))
+    means = []
+    similarities = []
+    for part in states.split(blocks_at_once * block, dim=2):
+        part_means, part_similarities = _means(part, block, center)
+        means.append(part_means)
+        similarities.append(part_similarities)
+    return torch.cat(means, dim=2), torch.cat(similarities, dim=2)
 
 
 def _means(states: Tensor, block: int, center: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .library_attention import Attend, attend_with
-from .runs import ListedBlocks, in_rows
+from .listed_blocks import ListedBlocks
+from .strides import with_contiguous_rows
 from .torch_merging import merge_finite
 
 # Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the
@@ -23,42 +24,53 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does."""
-    q = in_rows(q)
-    k = in_rows(k)
-    v = in_rows(v)
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     attend = attend_with("torch", q, k)
-    own = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
-    earlier = _attend_listed(q, k, v, blocks, scale)
-    if earlier is None:
-        return out.copy_(own[0]), own[1]
-    return merge_finite(*zip(own, earlier, strict=True), out=out)
+    diagonal_out, diagonal_lse = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
+    listed = _attend_listed(q, k, v, blocks, scale)
+    if listed is None:
+        return out.copy_(diagonal_out), diagonal_lse
+    listed_out, listed_lse = listed
+    return merge_finite([diagonal_out, listed_out], [diagonal_lse, listed_lse], out=out)
 
 
 def _attend_diagonal(
     q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Attend from every block of queries to its own keys, causally."""
-    whole = q.shape[2] // rows * rows
-    pieces = []
-    if whole:
-        cut = (_cut(states[:, :, :whole], rows) for states in (q, k, v))
-        o, lse = attend(*cut, scale, True)
-        pieces.append(
-            tuple(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
-        )
-    if whole < q.shape[2]:
-        pieces.append(
-            attend(*(states[:, :, whole:] for states in (q, k, v)), scale, q.shape[2] - whole > 1)
-        )
-    if len(pieces) == 1:
-        return pieces[0]
-    out, lse = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
-    return out, lse
+    batch, _, tokens, _ = q.shape
+    whole = tokens // rows * rows
+    outs = []
+    lses = []
+    # Whole blocks, as a batch.
+    if whole > 0:
+        cut_q = _cut(q[:, :, :whole], rows)
+        cut_k = _cut(k[:, :, :whole], rows)
+        cut_v = _cut(v[:, :, :whole], rows)
+        out, lse = attend(cut_q, cut_k, cut_v, scale, True)
+        outs.append(_uncut(out, batch))
+        lses.append(_uncut(lse, batch))
+    # The shorter block at the end.
+    if whole < tokens:
+        is_causal = tokens - whole > 1
+        out, lse = attend(q[:, :, whole:], k[:, :, whole:], v[:, :, whole:], scale, is_causal)
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def _cut(states: Tensor, rows: int) -> Tensor:
     """Turn ``[B, H, n * rows, D]`` into ``[B * n, H, rows, D]``; a view where B is 1."""
     return states.unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)
+
+
+def _uncut(results: Tensor, batch: int) -> Tensor:
+    """Turn ``[B * n, H, rows, ...]`` into ``[B, H, n * rows, ...]``."""
+    return results.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _attend_listed(
@@ -69,50 +81,65 @@ def _attend_listed(
     if not counts.any():
         return None
     attend = attend_with("torch", q[:, :1], k[:, :1])
-    (batch, heads, tokens, dim) = q.shape
-    size = blocks.query_block
-    group = q.shape[1] // k.shape[1]
+    batch, heads, tokens, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    query_block = blocks.query_block
     num_blocks = blocks.counts.shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = None
-    # All blocks of queries, [B * Hq, nq]: where its rows begin, and whose keys it lists.
-    rows = torch.arange(size, device=q.device)
-    keys = torch.arange(blocks.key_block, device=q.device)
-    flat = [states.flatten(0, 1) for states in (q, k, v)]
-    targets = out.view(batch * heads, tokens, dim)
-    most = _MOST_COPIED // (blocks.key_block * dim)
-    for which, count in _groups(counts.view(-1, num_blocks), tokens, blocks.query_block, most):
-        sequences, places = which.to(q.device).unbind(dim=1)
-        length = min(size, tokens - int(which[0, 1]) * size)
-        o_q = places[:, None] * size + rows[:length]
-        listed = blocks.indices.view(-1, *blocks.indices.shape[2:])[sequences, places, :count]
-        o_k = listed[..., None] * blocks.key_block + keys
-        of_kv = (sequences // heads * (heads // group) + sequences % heads // group)[:, None]
-        queries = flat[0][sequences[:, None], o_q]
-        copied = [states[of_kv, o_k.flatten(1)] for states in flat[1:]]
-        part, part_lse = attend(*(states[:, None] for states in (queries, *copied)), scale, False)
+    block_rows = torch.arange(query_block, device=q.device)
+    block_keys = torch.arange(blocks.key_block, device=q.device)
+    # Heads of all batches: [B * H, S, D], and of lists [B * Hq, nq, nk].
+    flat_q = q.flatten(0, 1)
+    flat_k = k.flatten(0, 1)
+    flat_v = v.flatten(0, 1)
+    flat_out = out.view(batch * heads, tokens, dim)
+    indices = blocks.indices.view(-1, *blocks.indices.shape[2:])
+    most_blocks = _MOST_COPIED // (blocks.key_block * dim)
+    for which, count in _groups(counts.view(-1, num_blocks), tokens, query_block, most_blocks):
+        # N blocks of queries, with ``count`` listed blocks each. [N]
+        i_head, i_block = which.to(q.device).unbind(dim=1)
+        i_kv_head = i_head // heads * kv_heads + i_head % heads // group
+        num_rows = min(query_block, tokens - int(which[0, 1]) * query_block)
+        # [N, num_rows]
+        o_q = i_block[:, None] * query_block + block_rows[:num_rows]
+        # [N, count * key_block]
+        listed = indices[i_head, i_block, :count]
+        o_k = (listed[..., None] * blocks.key_block + block_keys).flatten(1)
+        # [N, 1, rows, D]
+        queries = flat_q[i_head[:, None], o_q][:, None]
+        keys = flat_k[i_kv_head[:, None], o_k][:, None]
+        values = flat_v[i_kv_head[:, None], o_k][:, None]
+        part, part_lse = attend(queries, keys, values, scale, False)
         if lse is None:
             lse = part_lse.new_full((batch * heads, tokens), float("-inf"))
-        targets[sequences[:, None], o_q] = part[:, 0].to(out.dtype)
-        lse[sequences[:, None], o_q] = part_lse[:, 0]
+        flat_out[i_head[:, None], o_q] = part[:, 0].to(out.dtype)
+        lse[i_head[:, None], o_q] = part_lse[:, 0]
     return out, lse.view(batch, heads, tokens)
 
 
 def _groups(
-    counts: Tensor, tokens: int, query_block: int, most: int
+    counts: Tensor, tokens: int, query_block: int, most_blocks: int
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield blocks of queries with equally many listed blocks and rows, as ``[N, 2]`` (head of all,
-    block).
+    """Group blocks of queries with equally many listed blocks and rows.
 
     Args:
         counts: ``[B * Hq, nq]``, on the CPU.
-        most: how many blocks those of a group list together, if it has more than one.
+        tokens: how many there are.
+        query_block: rows of a block of queries.
+        most_blocks: how many blocks those of a group list together, if it has more than one.
+
+    Yields:
+        The blocks of a group, ``[N, 2]`` (head of all batches, block), and how many each lists.
     """
-    is_last = torch.zeros_like(counts)
+    is_short = torch.zeros_like(counts, dtype=torch.bool)
     if tokens % query_block:
-        is_last[:, -1] = 1  # of fewer rows than the others
-    kinds = 2 * counts + is_last
-    for kind in kinds[counts > 0].unique().tolist():
-        count = kind // 2
-        for which in (kinds == kind).nonzero().split(max(1, most // count)):
-            yield which, count
+        is_short[:, -1] = True
+    # Fewest listed blocks first, and of equally many the whole blocks first.
+    for count in counts[counts > 0].unique().tolist():
+        for shortness in (False, True):
+            is_of_group = (counts == count) & (is_short == shortness)
+            for which in is_of_group.nonzero().split(max(1, most_blocks // count)):
+                if len(which) > 0:
+                    yield which, count

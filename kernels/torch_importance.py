@@ -21,11 +21,19 @@ def kv_importance(
         lse = lse.to(_wide(k)).reshape(*rows.shape[:3], 1)
     importance = rows.new_zeros(k.shape[:3], dtype=_wide(k))
     for which, scores in chunked_scores(rows, k, scale):
-        scores -= scores.logsumexp(dim=-1, keepdim=True) if lse is None else lse[:, :, which]
-        # exp is monotonic, so that the peak needs it for the highest score only.
-        part = scores.amax(dim=2).exp() if reduce == "peak" else scores.exp_().sum(dim=2)
-        importance = torch.maximum(importance, part) if reduce == "peak" else importance + part
-    return importance if reduce == "peak" else importance / rows.shape[2]
+        # [B, Hkv, R', T]: logarithms of probabilities
+        if lse is None:
+            scores -= scores.logsumexp(dim=-1, keepdim=True)
+        else:
+            scores -= lse[:, :, which]
+        if reduce == "peak":
+            # exp is monotonic, so that the peak needs it for the highest score only.
+            importance = torch.maximum(importance, scores.amax(dim=2).exp())
+        else:
+            importance = importance + scores.exp_().sum(dim=2)
+    if reduce == "peak":
+        return importance
+    return importance / rows.shape[2]
 
 
 def select_topk(
@@ -34,17 +42,18 @@ def select_topk(
     """Copy rows as :func:`apbv.kernels.select_topk` does, for a count of at least 1."""
     scores, lowest, num_lowest = find_threshold(scores, count)
     equal = scores == lowest
-    kept = (scores > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_lowest))
+    is_early = equal.cumsum(dim=-1, dtype=torch.int32) <= num_lowest
+    kept = (scores > lowest) | (equal & is_early)
     # The i-th kept row is where the number of rows kept so far becomes i.
-    ordinals = (
-        torch.arange(1, count + 1, dtype=torch.int32, device=k.device)
-        .expand(*k.shape[:2], -1)
-        .contiguous()
-    )
-    indices = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ordinals)
+    num_kept = kept.cumsum(dim=-1, dtype=torch.int32)
+    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=k.device)
+    ordinals = ordinals.expand(*k.shape[:2], -1).contiguous()
+    # [B, Hkv, count]
+    indices = torch.searchsorted(num_kept, ordinals)
+    # [B, Hkv, count, D]
     places = indices[..., None].expand(-1, -1, -1, k.shape[3])
-    for states, rows in zip((k, v), out[:, :, :, :count], strict=True):
-        torch.gather(states, 2, places, out=rows)
+    torch.gather(k, 2, places, out=out[0, :, :, :count])
+    torch.gather(v, 2, places, out=out[1, :, :, :count])
     return indices, out
 
 
@@ -68,8 +77,12 @@ def find_threshold(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_rows(q: Tensor, k: Tensor) -> Tensor:
-    """Reshape queries ``[B, Hq, S, D]`` to ``[B, Hkv, G * S, D]``, the rows that score the keys of
-    one KV head."""
+    """Reshape queries to ``[B, Hkv, G * S, D]``, the rows that score the keys of one KV head.
+
+    Args:
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, Hkv, T, D]``.
+    """
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
 
 
@@ -89,7 +102,8 @@ def chunked_scores(rows: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slic
     k = k.to(_wide(k))
     for start in range(0, rows.shape[2], step):
         which = slice(start, start + step)
-        yield which, (rows[:, :, which].to(k.dtype) * scale) @ k.transpose(-1, -2)
+        scaled_rows = rows[:, :, which].to(k.dtype) * scale
+        yield which, scaled_rows @ k.transpose(-1, -2)
 
 
 def _wide(states: Tensor) -> torch.dtype:

@@ -18,12 +18,12 @@ def merge_states(
     """Merge partial results as :func:`apbv.kernels.merge_states` does."""
     outs = list(outs)
     lses = [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
-    for part, lse in enumerate(lses):
-        nothing = lse == -math.inf
+    for index, lse in enumerate(lses):
+        saw_nothing = lse == -math.inf
         # Results of queries that saw nothing may be anything, including NaN: they must not be
         # multiplied in. On a CPU the check needs no synchronization, and saves a copy.
-        if not lse.is_cpu or nothing.any():
-            outs[part] = outs[part].masked_fill(nothing[..., None], 0.0)
+        if not lse.is_cpu or saw_nothing.any():
+            outs[index] = outs[index].masked_fill(saw_nothing[..., None], 0.0)
     return merge_finite(outs, lses, out=out)
 
 
@@ -55,47 +55,55 @@ def merge_finite(
     # Partial result i is of the queries from firsts[i] on.
     firsts = [queries - partial.shape[2] for partial in outs]
     for start, stop in _pieces(firsts, queries, out.numel() // max(1, queries)):
+        pieces = []
+        piece_steps = []
+        for index, (partial, first) in enumerate(zip(outs, firsts, strict=True)):
+            if first <= start:
+                pieces.append(partial[:, :, start - first : stop - first])
+                piece_steps.append(steps[index, :, :, start:stop])
         target = out[:, :, start:stop]
-        seen = [part for part, first in enumerate(firsts) if first <= start]
-        pieces = [outs[part][:, :, start - firsts[part] : stop - firsts[part]] for part in seen]
-        if not pieces:
-            target.zero_()
+        if pieces:
+            _merge_piece(target, pieces, piece_steps)
         else:
-            _merge_piece(target, pieces, [steps[part, :, :, start:stop] for part in seen])
+            target.zero_()
     return out, lse
 
 
 def _merge_piece(target: Tensor, pieces: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+    """Write the mean of pieces, each a step of the way from the mean of those before, to target."""
     wide = steps[0].dtype
     if len(pieces) == 1:
         target.copy_(pieces[0])
         return
-    merged = target if target.dtype == wide else None
-    before = pieces[0].to(wide)
+    # The first step makes a tensor for the others to write to, unless target can be that.
+    buffer = target if target.dtype == wide else None
+    mean = pieces[0].to(wide)
     for piece, step in zip(pieces[1:], steps[1:], strict=True):
-        before = merged = torch.lerp(before, piece.to(wide), step, out=merged)
-    if merged is not target:
-        target.copy_(merged)
+        mean = torch.lerp(mean, piece.to(wide), step, out=buffer)
+        buffer = mean
+    if mean is not target:
+        target.copy_(mean)
 
 
 def _pieces(firsts: list[int], queries: int, width: int) -> list[tuple[int, int]]:
-    """Cut the queries into ranges in which no partial result begins, of a size for the cache.
+    """Cut the queries into ranges that fit the cache, and in which no partial result begins.
 
     Args:
+        firsts: the first query of each partial result.
+        queries: how many there are.
         width: numbers of one query.
     """
     length = max(1, _PIECE // max(1, width))
     borders = sorted({0, *firsts, queries})
-    return [
-        (start, min(start + length, stop))
-        for first, stop in pairwise(borders)
-        for start in range(first, stop, length)
-    ]
+    ranges = []
+    for first, stop in pairwise(borders):
+        for start in range(first, stop, length):
+            ranges.append((start, min(start + length, stop)))
+    return ranges
 
 
 def _padded(lses: Sequence[Tensor], queries: int) -> Tensor:
-    """Stack lses to ``[N, B, H, S]``; those of fewer queries are of the last ones, and -inf
-    before."""
+    """Stack lses to ``[N, B, H, S]``; one of fewer queries is of the last ones, and -inf before."""
     if all(lse.shape[2] == queries for lse in lses):
         return torch.stack(list(lses))
     stacked = lses[0].new_full((len(lses), *lses[0].shape[:2], queries), -math.inf)

@@ -1,40 +1,58 @@
 """Segmented attention in Triton, for prefill and decoding.
 
 Its kernels, in :mod:`apbv.kernels.triton_attention_kernels`, are FlashAttention (Dao, 2023) with
-three changes. The keys come in *runs* of equally long pieces at equal distances in memory, which is
-how an exchange leaves passing blocks, so that nothing is concatenated. The query heads of a group
-are rows of one tile, so that K and V are read once for all of them. Where there are few rows, the
-keys are split over programs whose partial results are merged (Flash-Decoding).
+three changes. The keys come in *key segments* of equally long pieces at equal distances in memory,
+which is how an exchange leaves passing blocks, so that nothing is concatenated. The query heads of
+a group are rows of one tile, so that K and V are read once for all of them. Where there are few
+rows, the keys are split over programs whose partial results are merged (Flash-Decoding).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .backends import num_processors
-from .runs import Run, RunForm, Segment, alignment, cdiv, divisor, find_runs, in_rows, strides_of
+from .segments import KeySegment, Segment, SegmentLayout, find_key_segments
+from .strides import (
+    cdiv,
+    common_alignment,
+    in_units,
+    magic_divisor,
+    strides_of,
+    with_contiguous_rows,
+)
 from .tiles import Tile, tile_of
 from .torch_attention import empty_output
 from .triton_attention_kernels import CAUSAL, GIVEN_MASK, NO_MASK, segments_kernel, verify_kernel
-from .triton_merging import merge_states, veiled
+from .triton_merging import merge_states
+from .triton_specialization import hide
 
-_RUNS_BUCKET = (
-    4  # empty runs pad the runs to a multiple of this, so that many prompts share a compiled kernel
-)
+# Empty segments pad the key segments to a multiple of this, so that many prompts share a kernel.
+_SEGMENTS_BUCKET = 4
 _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
-_ROWS_THAT_FILL = (
-    128  # a program with a tile of that height leaves no registers of its SM to another
-)
+# A program whose tile has this many rows leaves no registers of its SM to another.
+_ROWS_THAT_FILL = 128
+_EMPTY_LAYOUT = SegmentLayout(0, 0, (0, 0, 0, 0), (0, 0, 0, 0))
+
+Strides = tuple[int, ...]
 
 
-def _splits(num_programs: int, num_keys: int, tile: Tile, device: torch.device) -> tuple[int, int]:
-    """Choose the number of key ranges, so that every SM has work at once, and the length of
-    each."""
-    at_once = 1 if tile.rows >= _ROWS_THAT_FILL else 2
-    wanted = min(num_processors(device) * at_once // num_programs, cdiv(num_keys, _FEWEST_KEYS))
-    per_split = max(1, cdiv(cdiv(num_keys, max(1, wanted)), tile.keys)) * tile.keys
-    return max(1, cdiv(num_keys, per_split)), per_split
+def _split_keys(
+    num_programs: int,
+    num_keys: int,
+    tile: Tile,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Choose the number of key ranges, so that every SM has work at once, and their length."""
+    programs_per_processor = 1 if tile.rows >= _ROWS_THAT_FILL else 2
+    programs_at_once = num_processors(device) * programs_per_processor
+    splits = min(programs_at_once // num_programs, cdiv(num_keys, _FEWEST_KEYS))
+    keys_per_split = cdiv(num_keys, max(1, splits))
+    # Whole tiles: the rounding may leave fewer ranges than wanted.
+    keys_per_split = max(1, cdiv(keys_per_split, tile.keys)) * tile.keys
+    return max(1, cdiv(num_keys, keys_per_split)), keys_per_split
 
 
 def segmented_attention(
@@ -43,125 +61,197 @@ def segmented_attention(
     scale: float,
     causal_last: bool,
     *,
-    rows_alone: int = 0,
+    num_anchor_queries: int = 0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.segmented_attention` does, in one launch, or two where keys
-    were split."""
-    q = in_rows(q)
-    segments = [(in_rows(k), in_rows(v)) for k, v in segments]
-    has_last = causal_last or rows_alone > 0
-    runs = find_runs(segments[:-1] if has_last else segments)
-    last = Run.of(*segments[-1]) if has_last else None
-    out = empty_output(q) if out is None else out
-    forms = tuple([run.form for run in runs])
-    grid, num_empty, before_scale, after_scale, constants = _plan_segments(
+    """Attend as :func:`apbv.kernels.segmented_attention` does.
+
+    This takes one launch, or two where keys were split.
+    """
+    q = with_contiguous_rows(q)
+    segments = [(with_contiguous_rows(k), with_contiguous_rows(v)) for k, v in segments]
+    kv_heads = segments[0][0].shape[1]
+    if out is None:
+        out = empty_output(q)
+
+    # The last segment is apart where not all queries see it as they see the others.
+    last = None
+    if causal_last or num_anchor_queries > 0:
+        *segments, last_segment = segments
+        last = KeySegment.of_pieces(*last_segment)
+    past = find_key_segments(segments)
+    plan = _plan_segments(
         q.shape,
-        segments[0][0].shape[1],
+        kv_heads,
         q.stride(),
         out.stride(),
-        forms,
-        last and last.form,
+        tuple([segment.layout for segment in past]),
+        None if last is None else last.layout,
         q.dtype,
         q.device,
         causal_last,
-        rows_alone,
+        num_anchor_queries,
     )
-    *_, splits = grid
-    parts = out if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
+
+    # Where keys are split, partial results are merged into out.
+    *_, splits = plan.grid
+    parts = out
+    if splits > 1:
+        parts = q.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
-    keys, values = (
-        [*states, *[q] * num_empty] for states in ([x.k for x in runs], [x.v for x in runs])
+    # The keys and values of empty segments are never read: q stands for them.
+    unread = [q] * plan.num_empty_segments
+    segments_kernel[plan.grid](
+        p_q=q,
+        p_out=parts,
+        p_lse=lse,
+        p_ks=tuple([segment.k for segment in past] + unread),
+        p_vs=tuple([segment.v for segment in past] + unread),
+        p_last_k=q if last is None else last.k,
+        p_last_v=q if last is None else last.v,
+        segment_lens=plan.segment_lens,
+        magics=plan.magics,
+        shifts=plan.shifts,
+        k_strides=plan.k_strides,
+        v_strides=plan.v_strides,
+        q_strides=plan.q_strides,
+        out_strides=plan.out_strides,
+        part_stride=plan.part_stride,
+        last_k_strides=plan.last_k_strides,
+        last_v_strides=plan.last_v_strides,
+        scale=scale,
+        num_queries=plan.num_queries,
+        num_past=plan.num_past,
+        num_last=plan.num_last,
+        num_anchor_queries=num_anchor_queries,
+        keys_per_split=plan.keys_per_split,
+        num_segments=len(past),
+        KV_HEADS=kv_heads,
+        GROUP=plan.group,
+        D=q.shape[3],
+        BR=plan.tile.rows,
+        BT=plan.tile.keys,
+        BD=plan.tile.dim,
+        ALIGN=plan.align,
+        HAS_LAST=last is not None,
+        IS_CAUSAL=causal_last,
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
     )
-    segments_kernel[grid](
-        q,
-        parts,
-        lse,
-        tuple(keys),
-        tuple(values),
-        *((last.k, last.v) if last else (q, q)),
-        *before_scale,
-        scale,
-        *after_scale,
-        **constants,
-    )
-    return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
+    if splits == 1:
+        return out, lse[0]
+    return merge_states(parts, lse, out=out)
+
+
+@dataclass(frozen=True)
+class _SegmentsPlan:
+    """Launch parameters of segments_kernel, by the kernel's names where it has them.
+
+    Attributes:
+        grid: tiles of rows, KV heads of all batches, and ranges of keys.
+        tile: the rows and keys that a program computes at a time.
+        group: query heads per KV head.
+        align: the unit of all strides, in elements.
+        num_empty_segments: how many empty segments pad the key segments.
+    """
+
+    grid: tuple[int, int, int]
+    tile: Tile
+    group: int
+    align: int
+    num_empty_segments: int
+    segment_lens: tuple[int, ...]
+    magics: tuple[int, ...]
+    shifts: tuple[int, ...]
+    k_strides: tuple[tuple[int, ...], ...]
+    v_strides: tuple[tuple[int, ...], ...]
+    q_strides: Strides
+    out_strides: Strides
+    part_stride: int
+    last_k_strides: Strides
+    last_v_strides: Strides
+    num_queries: int
+    num_past: int
+    num_last: int
+    keys_per_split: int
 
 
 @lru_cache(maxsize=256)
 def _plan_segments(
     shape: torch.Size,
     kv_heads: int,
-    q_strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    runs: tuple[RunForm, ...],
-    last: RunForm | None,
+    q_strides: Strides,
+    out_strides: Strides,
+    past: tuple[SegmentLayout, ...],
+    last: SegmentLayout | None,
     dtype: torch.dtype,
     device: torch.device,
     causal_last: bool,
-    rows_alone: int,
-) -> tuple[tuple[int, int, int], int, tuple, tuple, dict[str, int]]:
-    """Compute once the launch parameters of segments_kernel that all layers of a prefill share.
-
-    Returns:
-        The grid; how many empty runs pad the runs; what comes before and after the scale; what is
-        compiled into the kernel.
-    """
+    num_anchor_queries: int,
+) -> _SegmentsPlan:
+    """Compute once the launch parameters that all layers of a prefill share."""
     batch, heads, queries, dim = shape
     group = heads // kv_heads
-    num_past = sum(num_rows for num_rows, *_ in runs)
-    nothing = 0, 0, (0,) * 4, (0,) * 4
-    # Without a last segment its arguments are never read.
-    num_last, _, last_k, last_v = last or nothing
+    if last is None:
+        last = _EMPTY_LAYOUT  # which is never read
+    num_past = sum(layout.num_rows for layout in past)
+    num_keys = num_past + last.num_rows
 
-    block = tile_of("many", queries * group, dim, dtype.itemsize, device)
-    tiles = sum(cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
-    splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + num_last, block, device)
-    if splits > 1:  # partial results, one after the other
-        out_strides = heads * queries * dim, queries * dim, dim
-    q_strides, out_strides = (strides_of(shape[:3], own[:3]) for own in (q_strides, out_strides))
-    part_stride = batch * heads * queries * dim if splits > 1 else 0
+    # Tiles: anchor queries have tiles of their own, since they see fewer keys.
+    tile = tile_of("many", queries * group, dim, dtype.itemsize, device)
+    anchor_tiles = cdiv(num_anchor_queries * group, tile.rows)
+    other_tiles = cdiv((queries - num_anchor_queries) * group, tile.rows)
+    num_tiles = anchor_tiles + other_tiles
+    num_programs = num_tiles * batch * kv_heads
+    splits, keys_per_split = _split_keys(num_programs, num_keys, tile, device)
 
-    num_empty = -max(1, len(runs)) % _RUNS_BUCKET + (not runs)
-    num_rows, lengths, run_k, run_v = zip(*runs, *[nothing] * num_empty, strict=True)
-    strides = [*run_k, *run_v, last_k, last_v, q_strides, (part_stride, *out_strides)]
-    align = alignment(dtype.itemsize, [stride for own in strides for stride in own])
-    run_k, run_v = (
-        tuple(veiled(*(stride // align for stride in own)) for own in zip(*strides, strict=True))
-        for strides in (run_k, run_v)
+    # Segments, padded to whole buckets, of which there is at least one.
+    num_buckets = max(1, cdiv(len(past), _SEGMENTS_BUCKET))
+    num_empty = num_buckets * _SEGMENTS_BUCKET - len(past)
+    padded = [*past, *[_EMPTY_LAYOUT] * num_empty]
+
+    # Strides.
+    part_stride = 0
+    if splits > 1:  # partial results lie one after the other
+        part_stride = batch * heads * queries * dim
+        out_strides = (heads * queries * dim, queries * dim, dim)
+    q_strides = strides_of(shape[:3], q_strides[:3])
+    out_strides = strides_of(shape[:3], out_strides[:3])
+    all_strides = [part_stride, *q_strides, *out_strides]
+    for layout in [*padded, last]:
+        all_strides += [*layout.k_strides, *layout.v_strides]
+    align = common_alignment(dtype.itemsize, all_strides)
+
+    divisors = [magic_divisor(layout.piece_len) for layout in padded]
+    return _SegmentsPlan(
+        grid=(num_tiles, batch * kv_heads, splits),
+        tile=tile,
+        group=group,
+        align=align,
+        num_empty_segments=num_empty,
+        segment_lens=hide(*[layout.num_rows for layout in padded]),
+        magics=hide(*[magic for magic, _ in divisors]),
+        shifts=hide(*[shift for _, shift in divisors]),
+        k_strides=_by_dimension([layout.k_strides for layout in padded], align),
+        v_strides=_by_dimension([layout.v_strides for layout in padded], align),
+        q_strides=hide(*in_units(q_strides, align)),
+        out_strides=hide(*in_units(out_strides, align)),
+        part_stride=hide(part_stride // align)[0],
+        last_k_strides=hide(*in_units(last.k_strides[:3], align)),
+        last_v_strides=hide(*in_units(last.v_strides[:3], align)),
+        num_queries=queries,
+        num_past=num_past,
+        num_last=last.num_rows,
+        keys_per_split=keys_per_split,
     )
-    last_k, last_v, q_strides, out_strides = (
-        veiled(*(stride // align for stride in own[:3]))
-        for own in (last_k, last_v, q_strides, out_strides)
-    )
-    magics, shifts = zip(*map(divisor, lengths), strict=True)
-    before_scale = (
-        veiled(*num_rows),
-        veiled(*magics),
-        veiled(*shifts),
-        run_k,
-        run_v,
-        q_strides,
-        out_strides,
-        *veiled(part_stride // align),
-        last_k,
-        last_v,
-    )
-    after_scale = queries, num_past, num_last, rows_alone, keys_per_split, len(runs)
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "D": dim,
-        "BR": block.rows,
-        "BT": block.keys,
-        "BD": block.dim,
-        "ALIGN": align,
-        "HAS_LAST": last is not None,
-        "IS_CAUSAL": causal_last,
-        "num_warps": block.num_warps,
-        "num_stages": block.num_stages,
-    }
-    return (tiles, batch * kv_heads, splits), num_empty, before_scale, after_scale, constants
+
+
+def _by_dimension(segment_strides: list[Strides], align: int) -> tuple[tuple[int, ...], ...]:
+    """Return, for each dimension, the hidden strides of all segments in units of ``align``."""
+    dimensions = []
+    for strides in zip(*segment_strides, strict=True):
+        dimensions.append(hide(*in_units(strides, align)))
+    return tuple(dimensions)
 
 
 def verify_attention(
@@ -173,23 +263,32 @@ def verify_attention(
     visible: Tensor | None = None,
     num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.verify_attention` does, in one launch, or two where keys were
-    split."""
-    q = in_rows(q)
-    k = in_rows(k)
-    v = in_rows(v)
+    """Attend as :func:`apbv.kernels.verify_attention` does.
+
+    This takes one launch, or two where keys were split.
+    """
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     queries = q.shape[2]
     keys = k.shape[2]
-    seen = q
-    mask = CAUSAL
-    masked = queries
+
+    # What masks the last keys.
+    p_visible = q  # which is not read
+    visible_stride = 0
     if visible is not None:
         mask = GIVEN_MASK
-        masked = visible.shape[1]
-        seen = in_rows(visible).view(torch.uint8)
-    elif queries == 1:
-        mask, masked = NO_MASK, 0  # a single token sees everything
-    block, tiles, programs, strides, out_strides, part_strides, constants = _plan_verification(
+        num_masked = visible.shape[1]
+        p_visible = with_contiguous_rows(visible).view(torch.uint8)
+        visible_stride = p_visible.stride(0)
+    elif queries == 1:  # a single token sees everything
+        mask = NO_MASK
+        num_masked = 0
+    else:
+        mask = CAUSAL
+        num_masked = queries
+
+    plan = _plan_verification(
         q.shape,
         k.shape[1],
         q.stride(),
@@ -197,78 +296,132 @@ def verify_attention(
         v.stride(),
         q.dtype,
         q.device,
-        mask == GIVEN_MASK,
+        visible is not None,
     )
-    splits, keys_per_split = _splits(programs, keys, block, q.device)
+    splits, keys_per_split = _split_keys(plan.num_programs, keys, plan.tile, q.device)
     out = empty_output(q)
-    parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
+    if splits == 1:
+        parts = out[None]
+        part_stride = 0
+        out_strides = plan.out_strides
+    else:
+        parts = q.new_empty(splits, *q.shape, dtype=torch.float32)
+        part_stride = plan.part_stride
+        out_strides = plan.split_out_strides
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
-    verify_kernel[(tiles, programs // tiles, splits)](
+    q_b, q_h, q_s = plan.q_strides
+    k_b, k_h, k_t = plan.k_strides
+    v_b, v_h, v_t = plan.v_strides
+    out_b, out_h, out_s = out_strides
+    # Arguments in the order of the signature: by keyword, each launch takes microseconds longer.
+    verify_kernel[(plan.num_tiles, plan.num_programs // plan.num_tiles, splits)](
         q,
         k,
         v,
         parts,
         lse,
-        seen,
+        p_visible,
         q if num_keys is None else num_keys,
         scale,
-        *strides,
-        *(out_strides if splits == 1 else part_strides),
-        0 if visible is None else seen.stride(0),
+        q_b,
+        q_h,
+        q_s,
+        k_b,
+        k_h,
+        k_t,
+        v_b,
+        v_h,
+        v_t,
+        part_stride,
+        out_b,
+        out_h,
+        out_s,
+        visible_stride,
         queries,
         keys,
-        masked,
+        num_masked,
         keys_per_split,
-        **constants,
-        MASK=mask,
+        KV_HEADS=k.shape[1],
+        GROUP=q.shape[1] // k.shape[1],
+        D=q.shape[3],
+        BR=plan.tile.rows,
+        BT=plan.tile.keys,
+        BD=plan.tile.dim,
+        ALIGN=plan.align,
+        MASK=mask.value,
         HAS_NUM_KEYS=num_keys is not None,
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
     )
-    return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
+    if splits == 1:
+        return out, lse[0]
+    return merge_states(parts, lse, out=out)
+
+
+@dataclass(frozen=True)
+class _VerificationPlan:
+    """Launch parameters of verify_kernel.
+
+    Attributes:
+        tile: the rows and keys that a program computes at a time.
+        num_tiles: tiles of rows of one KV head.
+        num_programs: tiles of rows of all KV heads and batches.
+        align: the unit of all strides, in elements.
+        q_strides, k_strides, v_strides: of (batch, head, row).
+        out_strides: those of the result, of (batch, head, row).
+        split_out_strides, part_stride: those of partial results, and from part to part.
+    """
+
+    tile: Tile
+    num_tiles: int
+    num_programs: int
+    align: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    split_out_strides: Strides
+    part_stride: int
 
 
 @lru_cache(maxsize=256)
 def _plan_verification(
     shape: torch.Size,
     kv_heads: int,
-    q_strides: tuple[int, ...],
-    k_strides: tuple[int, ...],
-    v_strides: tuple[int, ...],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
     dtype: torch.dtype,
     device: torch.device,
     has_mask: bool,
-) -> tuple[Tile, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, int]]:
-    """Compute once the launch parameters of verify_kernel that all layers and many tokens share.
+) -> _VerificationPlan:
+    """Compute once the launch parameters that all layers and many tokens share.
 
     Each Python call costs a tenth of a launch.
-
-    Returns:
-        The block; the tiles of rows of one KV head, and of all; the strides of q, k and v, in units
-        of ALIGN elements; those of the result, and of partial results, with that from part to part;
-        and what is compiled into the kernel.
     """
     batch, heads, queries, dim = shape
     group = heads // kv_heads
-    block = tile_of("masked" if has_mask else "few", queries * group, dim, dtype.itemsize, device)
-    tiles = cdiv(queries * group, block.rows)
-    out_strides = (0, queries * heads * dim, dim, heads * dim)
-    part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)
-    # A length of 1 may have any stride.
-    strides = [*strides_of(shape[:3], q_strides[:3])]
-    for own in (k_strides, v_strides):
-        strides += [*strides_of((batch, kv_heads), own[:2]), own[2]]
-    align = alignment(dtype.itemsize, [*strides, dim])
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "D": dim,
-        "BR": block.rows,
-        "BT": block.keys,
-        "BD": block.dim,
-        "ALIGN": align,
-        "num_warps": block.num_warps,
-        "num_stages": block.num_stages,
-    }
-    in_units = (
-        tuple(stride // align for stride in own) for own in (strides, out_strides, part_strides)
+    use = "masked" if has_mask else "few"
+    tile = tile_of(use, queries * group, dim, dtype.itemsize, device)
+    num_tiles = cdiv(queries * group, tile.rows)
+
+    # The stride from key to key is kept even for one key: plans do not depend on their number.
+    q_strides = strides_of(shape[:3], q_strides[:3])
+    k_strides = (*strides_of((batch, kv_heads), k_strides[:2]), k_strides[2])
+    v_strides = (*strides_of((batch, kv_heads), v_strides[:2]), v_strides[2])
+    # All strides of results are multiples of dim.
+    align = common_alignment(dtype.itemsize, [*q_strides, *k_strides, *v_strides, dim])
+    out_strides = (queries * heads * dim, dim, heads * dim)
+    split_out_strides = (heads * queries * dim, queries * dim, dim)
+    return _VerificationPlan(
+        tile=tile,
+        num_tiles=num_tiles,
+        num_programs=num_tiles * batch * kv_heads,
+        align=align,
+        q_strides=in_units(q_strides, align),
+        k_strides=in_units(k_strides, align),
+        v_strides=in_units(v_strides, align),
+        out_strides=in_units(out_strides, align),
+        split_out_strides=in_units(split_out_strides, align),
+        part_stride=batch * heads * queries * dim // align,
     )
-    return block, tiles, tiles * batch * kv_heads, *in_units, constants

@@ -11,53 +11,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import ListedBlocks, alignment, cdiv, in_rows, row_strides
+from .listed_blocks import ListedBlocks
+from .strides import cdiv, common_alignment, in_units, row_strides, with_contiguous_rows
 from .tiles import Tile, tile_of
-from .triton_attention_kernels import (
-    _attend_tile,
-    _factors,
-    _head_offset,
-    _load_queries,
-    _nothing_seen,
-    _row_offset,
-    _rows_again,
-    _store_rows,
+from .triton_attention_tiles import (
+    attend_tile,
+    begin_softmax,
+    head_offset,
+    load_queries,
+    recompute_rows,
+    row_offset,
+    split_scale,
+    store_rows,
 )
-from .triton_merging import plain, veiled
+from .triton_specialization import hide, reveal
 
 
-def tiles(q: Tensor, blocks: ListedBlocks) -> Tile:
-    """Choose the tiles that a program computes at a time, each of them a block or a part of one."""
-    block = tile_of("many", blocks.query_block, q.shape[3], q.element_size(), q.device)
+def choose_tile(q: Tensor, blocks: ListedBlocks) -> Tile:
+    """Choose the tile that a program computes at a time, a block or a part of one."""
+    tile = tile_of("many", blocks.query_block, q.shape[3], q.element_size(), q.device)
     return replace(
-        block, rows=min(block.rows, blocks.query_block), keys=min(block.keys, blocks.key_block)
+        tile,
+        rows=min(tile.rows, blocks.query_block),
+        keys=min(tile.keys, blocks.key_block),
     )
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does, in one launch."""
-    q = in_rows(q)
-    k = in_rows(k)
-    v = in_rows(v)
+    q = with_contiguous_rows(q)
+    k = with_contiguous_rows(k)
+    v = with_contiguous_rows(v)
     batch, heads, tokens, dim = q.shape
-    tile = tiles(q, blocks)
+    num_query_blocks, num_key_blocks = blocks.indices.shape[2:]
+    tile = choose_tile(q, blocks)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    strides = [row_strides(states) for states in (q, k, v, out)]
-    align = alignment(q.element_size(), [stride for own in strides for stride in own])
+    q_strides = row_strides(q)
+    k_strides = row_strides(k)
+    v_strides = row_strides(v)
+    out_strides = row_strides(out)
+    align = common_alignment(
+        q.element_size(),
+        [*q_strides, *k_strides, *v_strides, *out_strides],
+    )
     block_sparse_kernel[(cdiv(tokens, tile.rows), batch * heads)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        blocks.counts,
-        blocks.indices,
-        *(veiled(*(stride // align for stride in own)) for own in strides),
-        scale,
-        tokens,
-        *blocks.indices.shape[2:],
+        p_q=q,
+        p_k=k,
+        p_v=v,
+        p_out=out,
+        p_lse=lse,
+        p_counts=blocks.counts,
+        p_indices=blocks.indices,
+        q_strides=hide(*in_units(q_strides, align)),
+        k_strides=hide(*in_units(k_strides, align)),
+        v_strides=hide(*in_units(v_strides, align)),
+        out_strides=hide(*in_units(out_strides, align)),
+        scale=scale,
+        num_tokens=tokens,
+        num_query_blocks=num_query_blocks,
+        num_key_blocks=num_key_blocks,
         HEADS=heads,
         GROUP=heads // k.shape[1],
         D=dim,
@@ -100,90 +120,87 @@ def block_sparse_kernel(
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    """One program attends from a tile of one head's rows to the blocks listed for them, then to the
-    diagonal.
+    """One program attends from a tile of one head's rows to their listed blocks and the diagonal.
 
     Later rows see more: they come first, so that no long program begins when the others end.
+    Strides, in units of ALIGN elements, are hidden by ``hide``.
     """
+    TILES_PER_BLOCK: tl.constexpr = KEY_BLOCK // BT
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // HEADS
     i_h = i_bh % HEADS
     first_row = i_r * BR
     i_block = first_row // QUERY_BLOCK
+    # [BR]
     o_s = first_row + tl.arange(0, BR)
     m_r = o_s < num_tokens
-    sign, scale = _factors(scale)
-    b_q = _load_queries(p_q, _row_offset(i_b, i_h, o_s, q_strides) * ALIGN, sign, m_r, D, BD)
-    p_k += _head_offset(i_b, i_h // GROUP, k_strides[0], k_strides[1]) * ALIGN
-    p_v += _head_offset(i_b, i_h // GROUP, v_strides[0], v_strides[1]) * ALIGN
-    k_row = plain(k_strides[2])
-    v_row = plain(v_strides[2])
-
-    b_acc, b_max, b_sum = _nothing_seen(BR, BD)
+    # [BR, BD]
+    sign, scale = split_scale(scale)
+    b_q = load_queries(p_q, row_offset(i_b, i_h, o_s, q_strides) * ALIGN, sign, m_r, D, BD)
+    p_k += head_offset(i_b, i_h // GROUP, k_strides[0], k_strides[1]) * ALIGN
+    p_v += head_offset(i_b, i_h // GROUP, v_strides[0], v_strides[1]) * ALIGN
+    k_row = reveal(k_strides[2])
+    v_row = reveal(v_strides[2])
+    b_acc, b_max, b_sum = begin_softmax(BR, BD)
+    # [BT]
     o_tile = tl.arange(0, BT)
     o_k = o_tile.to(tl.int64) * k_row * ALIGN
     o_v = o_tile.to(tl.int64) * v_row * ALIGN
+
+    # The tiles of listed blocks, which all rows see.
     i_list = i_bh * num_query_blocks + i_block
     count = tl.load(p_counts + i_list)
     p_indices += i_list * num_key_blocks
-    for i_t in range(0, count * (KEY_BLOCK // BT)):
-        first = (
-            tl.load(p_indices + i_t // (KEY_BLOCK // BT)) * KEY_BLOCK + i_t % (KEY_BLOCK // BT) * BT
+    for i_t in range(0, count * TILES_PER_BLOCK):
+        i_key_block = tl.load(p_indices + i_t // TILES_PER_BLOCK)
+        first_key = i_key_block * KEY_BLOCK + i_t % TILES_PER_BLOCK * BT
+        k_tile = first_key * k_row.to(tl.int64) * ALIGN
+        v_tile = first_key * v_row.to(tl.int64) * ALIGN
+        b_acc, b_max, b_sum = attend_tile(
+            b_acc=b_acc,
+            b_max=b_max,
+            b_sum=b_sum,
+            b_q=b_q,
+            p_k=p_k + k_tile,
+            p_v=p_v + v_tile,
+            o_k=o_k,
+            o_v=o_v,
+            m_t=None,
+            m_seen=None,
+            scale=scale,
+            IS_MASKED=False,
+            D=D,
+            BD=BD,
         )
-        k_tile = first * k_row.to(tl.int64) * ALIGN
-        v_tile = first * v_row.to(tl.int64) * ALIGN
-        b_acc, b_max, b_sum = _attend_tile(
-            b_acc,
-            b_max,
-            b_sum,
-            b_q,
-            p_k + k_tile,
-            p_v + v_tile,
-            o_k,
-            o_v,
-            o_tile,
-            o_tile,
-            scale,
-            False,
-            False,
-            D,
-            BD,
-        )
+
+    # The diagonal: the block's own keys up to these rows.
     stop = tl.minimum(first_row + BR, num_tokens)
     for i_t in range(i_block * QUERY_BLOCK, stop, BT):
+        # [BT]
         o_t = i_t + o_tile
         k_tile = i_t * k_row.to(tl.int64) * ALIGN
         v_tile = i_t * v_row.to(tl.int64) * ALIGN
-        b_acc, b_max, b_sum = _attend_tile(
-            b_acc,
-            b_max,
-            b_sum,
-            b_q,
-            p_k + k_tile,
-            p_v + v_tile,
-            o_k,
-            o_v,
-            o_t < stop,
-            o_t[None, :] <= o_s[:, None],
-            scale,
-            True,
-            True,
-            D,
-            BD,
+        b_acc, b_max, b_sum = attend_tile(
+            b_acc=b_acc,
+            b_max=b_max,
+            b_sum=b_sum,
+            b_q=b_q,
+            p_k=p_k + k_tile,
+            p_v=p_v + v_tile,
+            o_k=o_k,
+            o_v=o_v,
+            m_t=o_t < stop,
+            m_seen=o_t[None, :] <= o_s[:, None],
+            scale=scale,
+            IS_MASKED=True,
+            D=D,
+            BD=BD,
         )
-    o_s = _rows_again(first_row, num_tokens, BR)
+
+    # [BR]
+    o_s = recompute_rows(first_row, num_tokens, BR)
     m_r = o_s < num_tokens
-    _store_rows(
-        p_out,
-        p_lse,
-        _row_offset(i_b, i_h, o_s, out_strides) * ALIGN,
-        i_bh * num_tokens + o_s,
-        b_acc,
-        b_max,
-        b_sum,
-        m_r,
-        scale,
-        D,
-        BD,
-    )
+    o_out = row_offset(i_b, i_h, o_s, out_strides) * ALIGN
+    o_lse = i_bh * num_tokens + o_s
+    store_rows(p_out, p_lse, o_out, o_lse, b_acc, b_max, b_sum, m_r, scale, D, BD)

@@ -7,59 +7,94 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import alignment, cdiv, in_rows, next_power_of_2, row_strides
+from .strides import (
+    cdiv,
+    common_alignment,
+    in_units,
+    next_power_of_2,
+    row_strides,
+    with_contiguous_rows,
+)
+from .triton_specialization import hide, reveal
 
 _MOST_PARTS = 128  # partial results of a row that one program loads together
 _TILE = 4096  # numbers of a program's tile, where a row has no more
+_LARGE_BYTES = 2**20  # of the result: from here on one warp per program is too few
+_LOADS_OF_THREAD = 2  # of each partial result, where each is a tensor of its own
+_LOAD_BYTES = 16
+_WARP_THREADS = 32
 
 
 def merge_states(
-    outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, *, out: Tensor | None = None
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge as :func:`apbv.kernels.merge_states` does, in one launch, and without a copy where D's
-    stride is 1.
+    """Merge as :func:`apbv.kernels.merge_states` does, in one launch.
 
-    Partial results in one tensor are a single stack, ``[N, B, H, S, D]``; of others each is a stack
-    of its own.
+    Nothing is copied where D's stride is 1. Partial results in one tensor are a single stack,
+    ``[N, B, H, S, D]``; of separate tensors each is a stack of one.
     """
-    is_stack = isinstance(outs, Tensor)
-    stacks = [
-        in_rows(each) for each in ([outs] if is_stack else [partial[None] for partial in outs])
-    ]
-    lses = (lses,) if is_stack else tuple([partial[None] for partial in lses])
-    parts, batch, heads, _, dim = stacks[0].shape
+    if isinstance(outs, Tensor):
+        out_stacks = [with_contiguous_rows(outs)]
+        lse_stacks = [lses]
+    else:
+        out_stacks = [with_contiguous_rows(partial[None]) for partial in outs]
+        lse_stacks = [partial[None] for partial in lses]
+    num_parts, batch, heads, _, dim = out_stacks[0].shape
+
+    # Results: all queries, of which a stack may have only the last ones.
     if out is None:
-        longest = max(stack.shape[3] for stack in stacks)
-        out = stacks[0].new_empty(batch, longest, heads, dim, dtype=torch.float32).transpose(1, 2)
+        longest = max(stack.shape[3] for stack in out_stacks)
+        out = out_stacks[0].new_empty(batch, longest, heads, dim, dtype=torch.float32)
+        out = out.transpose(1, 2)
     queries = out.shape[2]
-    lse = lses[0].new_empty(batch, heads, queries, dtype=torch.float32)
-    if not lse.numel():
+    lse = lse_stacks[0].new_empty(batch, heads, queries, dtype=torch.float32)
+    num_rows = lse.numel()
+    if num_rows == 0:
         return out, lse
-    rows = lse.numel()
-    width = next_power_of_2(dim)
-    together = min(next_power_of_2(parts), _MOST_PARTS)
-    sizes = [each.element_size() for each in (*stacks, out)]
-    rows_per_block, num_warps = _block_rows(rows, together, width, max(sizes))
-    strides = [(stack.stride(0) if parts > 1 else 0, *row_strides(stack[0])) for stack in stacks]
+    first_queries = [queries - stack.shape[3] for stack in lse_stacks]
+
+    # Strides, in units of elements to which all rows are aligned.
+    stack_strides = []
+    for stack in out_stacks:
+        part_stride = stack.stride(0) if num_parts > 1 else 0
+        stack_strides.append((part_stride, *row_strides(stack[0])))
     out_strides = row_strides(out)
-    align = alignment(min(sizes), [stride for own in (*strides, out_strides) for stride in own])
-    _merge_kernel[(cdiv(rows, rows_per_block),)](
-        tuple(stacks),
-        lses,
+    all_strides = list(out_strides)
+    for strides in stack_strides:
+        all_strides += strides
+    element_sizes = [tensor.element_size() for tensor in (*out_stacks, out)]
+    align = common_alignment(min(element_sizes), all_strides)
+
+    # Tiles.
+    parts_at_once = min(next_power_of_2(num_parts), _MOST_PARTS)
+    padded_dim = next_power_of_2(dim)
+    rows_at_once, num_warps = _rows_and_warps(
+        num_rows,
+        parts_at_once,
+        padded_dim,
+        max(element_sizes),
+    )
+    # Arguments in the order of the signature: by keyword, each launch takes microseconds longer.
+    _merge_kernel[(cdiv(num_rows, rows_at_once),)](
+        tuple(out_stacks),
+        tuple(lse_stacks),
         out,
         lse,
-        tuple([veiled(*(stride // align for stride in own)) for own in strides]),
-        tuple([veiled(*partial.stride()) for partial in lses]),
-        veiled(*(queries - partial.shape[3] for partial in lses)),
-        veiled(*(stride // align for stride in out_strides)),
-        parts,
-        rows,
+        tuple([hide(*in_units(strides, align)) for strides in stack_strides]),
+        tuple([hide(*stack.stride()) for stack in lse_stacks]),
+        hide(*first_queries),
+        hide(*in_units(out_strides, align)),
+        num_parts,
+        num_rows,
         heads,
         queries,
-        BN=together,
+        BN=parts_at_once,
         D=dim,
-        BR=rows_per_block,
-        BD=width,
+        BR=rows_at_once,
+        BD=padded_dim,
         ALIGN=align,
         HEADS_FIRST=out_strides[1] < out_strides[2],
         num_warps=num_warps,
@@ -67,43 +102,37 @@ def merge_states(
     return out, lse
 
 
-def veiled(*numbers: int) -> tuple[int, ...]:
-    """Encode integers so that Triton sees neither that one is 1 nor that 16 divides it.
+def _rows_and_warps(
+    num_rows: int,
+    parts: int,
+    padded_dim: int,
+    element_size: int,
+) -> tuple[int, int]:
+    """Choose the rows and warps of a program.
 
-    Triton would compile anew for each such combination, as ``do_not_specialize`` has no effect
-    inside tuples.
-    """
-    return tuple([4 * number + 3 for number in numbers])
-
-
-@triton.jit
-def plain(number):
-    """Return the integer that :func:`veiled` hid."""
-    return number >> 2
-
-
-def _block_rows(rows: int, parts: int, width: int, element_size: int) -> tuple[int, int]:
-    """Choose rows per program, and its warps.
-
-    Of a stack a program's loads fill a tile; of other partial results a thread has two loads of 16
-    bytes of each.
+    A program's loads of a stack fill a tile. Of each separate partial result, a thread loads twice
+    16 bytes.
     """
     if parts > 1:
-        return max(1, _TILE // (parts * width)), 4 if parts * width <= _TILE else 8
+        numbers_of_row = parts * padded_dim
+        num_warps = 4 if numbers_of_row <= _TILE else 8
+        return max(1, _TILE // numbers_of_row), num_warps
     # Few rows: small programs keep all SMs busy.
-    num_warps = 4 if rows * width * element_size >= 2**20 else 1
-    return max(1, num_warps * 32 * 32 // (width * element_size)), num_warps
+    row_bytes = padded_dim * element_size
+    num_warps = 4 if num_rows * row_bytes >= _LARGE_BYTES else 1
+    program_bytes = num_warps * _WARP_THREADS * _LOADS_OF_THREAD * _LOAD_BYTES
+    return max(1, program_bytes // row_bytes), num_warps
 
 
 @triton.jit(do_not_specialize=["num_rows", "heads", "queries"])
 def _merge_kernel(
-    outs,
-    lses,
-    out,
-    lse,
+    p_outs,
+    p_lses,
+    p_out,
+    p_lse,
     outs_strides,
     lses_strides,
-    firsts,
+    first_queries,
     out_strides,
     num_parts,
     num_rows,
@@ -116,14 +145,15 @@ def _merge_kernel(
     ALIGN: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):
-    """One program merges BR rows, in the order in which they are stored; a row is one query of one
-    head.
+    """One program merges BR rows, in the order in which they are stored.
 
-    First it finds their highest lse, then it reads every partial row once, except those that saw
-    nothing, which may hold anything; the loads of BN partial results are in flight together.
+    A row is one query of one head. First the program finds the highest lse of each row, then it
+    reads every partial row once, except those that saw nothing, which may hold anything; the loads
+    of BN partial results are in flight together.
+
     Strides are in the order (part, batch, head, row), those of outs and out in units of ALIGN
-    elements. Integers in tuples are hidden by :func:`veiled`; that there is one partial result in a
-    stack is not, so that no loop is left.
+    elements. Integers in tuples are hidden by ``hide``. ``num_parts`` is specialized, so that no
+    loop is left for stacks of one.
     """
     o_row = tl.program_id(0) * BR + tl.arange(0, BR)
     m_row = o_row < num_rows
@@ -140,55 +170,67 @@ def _merge_kernel(
     i_s = i_s.to(tl.int64)
     nothing = float("-inf")
 
+    # The highest lse of each row.
+    # [BR]
     b_highest = tl.full([BR], nothing, tl.float32)
-    for i in tl.static_range(len(outs)):
+    for i in tl.static_range(len(p_outs)):
         for i_n in range(0, num_parts, BN):
-            m_part = (m_row & (i_s >= plain(firsts[i])))[:, None] & (i_n + o_tile < num_parts)[
-                None, :
-            ]
-            o_lse = _places(lses_strides[i], firsts[i], i_n + o_tile, i_b, i_h, i_s)
+            o_n = i_n + o_tile
             # [BR, BN]
-            b_lse = tl.load(lses[i] + o_lse, mask=m_part, other=nothing)
-            b_highest = tl.maximum(
-                b_highest, tl.max(tl.where(b_lse == float("inf"), nothing, b_lse), axis=1)
-            )
+            m_query = m_row & (i_s >= reveal(first_queries[i]))
+            m_part = m_query[:, None] & (o_n < num_parts)[None, :]
+            o_lse = _part_offsets(lses_strides[i], first_queries[i], o_n, i_b, i_h, i_s)
+            b_lse = tl.load(p_lses[i] + o_lse, mask=m_part, other=nothing)
+            b_lse = tl.where(b_lse == float("inf"), nothing, b_lse)
+            b_highest = tl.maximum(b_highest, tl.max(b_lse, axis=1))
     b_highest = tl.where(b_highest == nothing, 0.0, b_highest)
 
+    # The sums of weights, and of weighted results.
+    # [BR]
     b_total = tl.zeros([BR], tl.float32)
+    # [BR, BD]
     b_out = tl.zeros([BR, BD], tl.float32)
-    for i in tl.static_range(len(outs)):
+    for i in tl.static_range(len(p_outs)):
         for i_n in range(0, num_parts, BN):
-            m_part = (m_row & (i_s >= plain(firsts[i])))[:, None] & (i_n + o_tile < num_parts)[
-                None, :
-            ]
-            o_lse = _places(lses_strides[i], firsts[i], i_n + o_tile, i_b, i_h, i_s)
+            o_n = i_n + o_tile
             # [BR, BN], from the cache
-            b_lse = tl.load(lses[i] + o_lse, mask=m_part, other=nothing)
+            m_query = m_row & (i_s >= reveal(first_queries[i]))
+            m_part = m_query[:, None] & (o_n < num_parts)[None, :]
+            o_lse = _part_offsets(lses_strides[i], first_queries[i], o_n, i_b, i_h, i_s)
+            b_lse = tl.load(p_lses[i] + o_lse, mask=m_part, other=nothing)
             m_seen = (b_lse != nothing) & (b_lse != float("inf"))
             b_weight = tl.where(m_seen, tl.exp(b_lse - b_highest[:, None]), 0.0)
             # [BR, BN, BD]
-            o_part = _places(outs_strides[i], firsts[i], i_n + o_tile, i_b, i_h, i_s) * ALIGN
-            b_part = tl.load(
-                outs[i] + o_part[:, :, None] + o_d, mask=m_seen[:, :, None] & (o_d < D), other=0.0
-            )
+            o_part = _part_offsets(outs_strides[i], first_queries[i], o_n, i_b, i_h, i_s) * ALIGN
+            p_part = p_outs[i] + o_part[:, :, None] + o_d
+            b_part = tl.load(p_part, mask=m_seen[:, :, None] & (o_d < D), other=0.0)
             b_total += tl.sum(b_weight, axis=1)
             b_out += tl.sum(b_weight[:, :, None] * b_part.to(tl.float32), axis=1)
 
     # Zeros and -inf where nothing was seen.
     m_empty = b_total == 0.0
     b_total = tl.where(m_empty, 1.0, b_total)
-    o_out = i_b * plain(out_strides[0]) + i_h * plain(out_strides[1]) + i_s * plain(out_strides[2])
-    b_out = (b_out / b_total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (o_out * ALIGN)[:, None] + o_d, b_out, mask=m_row[:, None] & (o_d < D))
+    o_batch = i_b * reveal(out_strides[0])
+    o_head = i_h * reveal(out_strides[1])
+    o_query = i_s * reveal(out_strides[2])
+    o_out = o_batch + o_head + o_query
+    # [BR, BD]
+    b_out = (b_out / b_total[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + (o_out * ALIGN)[:, None] + o_d, b_out, mask=m_row[:, None] & (o_d < D))
+    # [BR]
     b_lse = tl.where(m_empty, nothing, b_highest + tl.log(b_total))
-    tl.store(lse + (i_b * heads + i_h) * queries + i_s, b_lse, mask=m_row)
+    tl.store(p_lse + (i_b * heads + i_h) * queries + i_s, b_lse, mask=m_row)
 
 
 @triton.jit
-def _places(strides, first, o_n, i_b, i_h, i_s):
-    """Return where rows of some of a stack's partial results lie, which are of the queries from
-    ``first`` on."""
-    o_row = (
-        i_b * plain(strides[1]) + i_h * plain(strides[2]) + (i_s - plain(first)) * plain(strides[3])
-    )
-    return o_row[:, None] + (o_n.to(tl.int64) * plain(strides[0]))[None, :]
+def _part_offsets(strides, first_query, o_n, i_b, i_h, i_s):
+    """Return the offsets ``[BR, BN]`` of rows of the partial results ``o_n`` of a stack.
+
+    The stack's first row is that of query ``first_query``.
+    """
+    o_batch = i_b * reveal(strides[1])
+    o_head = i_h * reveal(strides[2])
+    o_query = (i_s - reveal(first_query)) * reveal(strides[3])
+    o_row = o_batch + o_head + o_query
+    o_part = o_n.to(tl.int64) * reveal(strides[0])
+    return o_row[:, None] + o_part[None, :]

@@ -16,8 +16,9 @@ _MOST_NUMBERS = 2**24  # of embeddings, that are widened at a time
 def temporal_change(
     frames: Tensor, before: Tensor | None = None, after: Tensor | None = None
 ) -> Tensor:
-    """Compute HIPPO's s_temp (Eq. 4): 1 minus the mean cosine similarity with the same place in
-    adjacent frames.
+    """Compute HIPPO's s_temp (Eq. 4): how much each place changes between adjacent frames.
+
+    That is 1 minus the mean cosine similarity with the same place in the frames before and after.
 
     Args:
         frames: ``[F, h * w, d]``.
@@ -35,22 +36,34 @@ def temporal_change(
         require_dtype(frame, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    ends = int(before is None), int(after is None)  # where there is no neighbour
-    neighbours = ([] if frame is None else [frame[None]] for frame in (before, after))
-    video = torch.cat([*next(neighbours), frames, *next(neighbours)])
-    pairs = zip(_parts(video[:-1]), _parts(video[1:]), strict=True)
-    similar = [
-        functional.cosine_similarity(a.float(), b.float(), dim=-1, eps=1e-12) for a, b in pairs
-    ]
-    similar = functional.pad(torch.cat(similar), (0, 0, *ends))  # of each frame with the next
-    known = functional.pad(similar.new_ones(len(similar) - sum(ends)), ends)
-    count = (known[:-1] + known[1:])[:, None]
-    return torch.where(count > 0, 1 - (similar[:-1] + similar[1:]) / count.clamp_min(1), 0.0)
+    pieces = [frames]
+    if before is not None:
+        pieces.insert(0, before[None])
+    if after is not None:
+        pieces.append(after[None])
+    video = torch.cat(pieces)
+
+    # The similarity of each frame with the next: [F + 1, h * w], 0 where the video ends.
+    similarities = []
+    for part, next_part in zip(_parts(video[:-1]), _parts(video[1:]), strict=True):
+        similarities.append(
+            functional.cosine_similarity(part.float(), next_part.float(), dim=-1, eps=1e-12)
+        )
+    similarity = torch.cat(similarities)
+    missing_before = 1 if before is None else 0
+    missing_after = 1 if after is None else 0
+    is_known = similarity.new_ones(len(similarity))
+    is_known = functional.pad(is_known, (missing_before, missing_after))
+    similarity = functional.pad(similarity, (0, 0, missing_before, missing_after))
+
+    # The mean over the one or two neighbours of each frame.
+    num_neighbours = (is_known[:-1] + is_known[1:])[:, None]
+    mean = (similarity[:-1] + similarity[1:]) / num_neighbours.clamp_min(1)
+    return torch.where(num_neighbours > 0, 1 - mean, 0.0)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> Tensor:
-    """Compute HIPPO's s_spa (Eq. 6): the variance of a token's cosine similarities with all tokens
-    of its crop.
+    """Compute HIPPO's s_spa (Eq. 6): the variance of a token's similarities within its crop.
 
     Args:
         frames: ``[F, h * w, d]``, row by row.
@@ -68,24 +81,24 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> T
     varieties = []
     for part in _parts(frames):
         units = functional.normalize(part.float(), dim=-1).unflatten(1, (height, width))
-        varieties.append(units.new_empty(units.shape[:3]))
+        variety = units.new_empty(units.shape[:3])
         for top in range(0, height, crop):
             for left in range(0, width, crop):
-                place = (slice(None), slice(top, top + crop), slice(left, left + crop))
-                tokens = units[place].flatten(1, 2)
-                similar = tokens @ tokens.transpose(1, 2)
-                varieties[-1][place] = similar.var(dim=-1, correction=0).view(
-                    units[place].shape[:3]
-                )
+                # [F, crop, crop, d], smaller at the edges
+                cropped = units[:, top : top + crop, left : left + crop]
+                tokens = cropped.flatten(1, 2)
+                similarity = tokens @ tokens.transpose(1, 2)
+                variance = similarity.var(dim=-1, correction=0)
+                variety[:, top : top + crop, left : left + crop] = variance.view(cropped.shape[:3])
+        varieties.append(variety)
     return torch.cat(varieties).flatten(1, 2)
 
 
 def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
-    """Multiply each row's unit vector by one vector; a sum of unit vectors gives the sum of cosine
-    similarities.
+    """Multiply each row's unit vector by one vector.
 
-    ParallelVLM's UV-Prune (Eq. 3) is the difference of two of these, in a late layer and in the
-    first.
+    By a sum of unit vectors, that gives the sum of cosine similarities. ParallelVLM's UV-Prune
+    (Eq. 3) is the difference of two of these, in a late layer and in the first.
 
     Args:
         rows: ``[m, d]``.
@@ -98,10 +111,14 @@ def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
         ValueError: the shapes do not fit together.
     """
     require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    return torch.cat(
-        [functional.normalize(part.float(), dim=-1) @ direction.float() for part in _parts(rows)]
-    )
+    similarities = []
+    for part in _parts(rows):
+        units = functional.normalize(part.float(), dim=-1)
+        similarities.append(units @ direction.float())
+    return torch.cat(similarities)
 
 
 def _parts(states: Tensor) -> tuple[Tensor, ...]:
-    return states.split(max(1, _MOST_NUMBERS // max(1, states.shape[1:].numel())))
+    """Cut a tensor along its first dimension to parts that may be widened at a time."""
+    numbers_of_row = states.shape[1:].numel()
+    return states.split(max(1, _MOST_NUMBERS // max(1, numbers_of_row)))

@@ -274,7 +274,7 @@ CASES: dict[str, Callable[[Draw], list[Case]]] = {
         _case(
             draw.queries(163), [draw.kv(37), draw.kv(40), draw.kv(40), draw.kv(163)], _SCALE, True
         ),
-        _case(draw.queries(200), [draw.kv(40), draw.kv(200)], _SCALE, True, rows_alone=37),
+        _case(draw.queries(200), [draw.kv(40), draw.kv(200)], _SCALE, True, num_anchor_queries=37),
         _case(draw.queries(21), [draw.kv(64), draw.kv(300)], _SCALE, False),
         _case(draw.queries(1), [draw.kv(700)], _SCALE, False),
     ],

@@ -146,7 +146,7 @@ class Case:
 
 
 def _segmented(
-    s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0
+    s: Sizes, label: str, queries: int, keys: list[int], segments=None, num_anchor_queries: int = 0
 ) -> Case:
     """Build a case whose last segment is causal, and at least as long as there are queries.
 
@@ -157,14 +157,16 @@ def _segmented(
     """
     last = keys[-1]
     before = sum(keys[:-1])
-    seen = (queries - rows_alone) * before + queries * (last - queries) + causal_pairs(queries)
+    seen = (
+        (queries - num_anchor_queries) * before + queries * (last - queries) + causal_pairs(queries)
+    )
     numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
 
     def make(draw: Draw) -> Drawn:
         drawn = segments(draw) if segments else [draw.kv(s, length) for length in keys]
         return (draw.queries(s, queries), drawn, s.scale), {
             "causal_last": True,
-            "rows_alone": rows_alone,
+            "num_anchor_queries": num_anchor_queries,
         }
 
     flops = 4 * s.head_dim * s.heads * seen

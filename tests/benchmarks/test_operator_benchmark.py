@@ -76,14 +76,18 @@ def test_every_operator_beside_the_ceilings(tmp_path):
     assert few["bytes"] == 4 * 32 * (2 * 16 * 4 + 2 * 600 * 2)
 
 
-def lse_too_high(q, segments, scale, causal_last, *, rows_alone=0, backend):
-    out, lse = reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
+def lse_too_high(q, segments, scale, causal_last, *, num_anchor_queries=0, backend):
+    out, lse = reference.segmented_attention(
+        q, segments, scale, causal_last, num_anchor_queries=num_anchor_queries
+    )
     return out, lse + 0.01
 
 
-def one_key_missing(q, segments, scale, causal_last, *, rows_alone=0, backend):
+def one_key_missing(q, segments, scale, causal_last, *, num_anchor_queries=0, backend):
     *before, (k, v) = segments
-    out, lse = reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
+    out, lse = reference.segmented_attention(
+        q, segments, scale, causal_last, num_anchor_queries=num_anchor_queries
+    )
     off, _ = reference.segmented_attention(
         q, [*before, (k, v.index_fill(2, torch.tensor([7]), 0.0))], scale, True
     )

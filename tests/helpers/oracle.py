@@ -47,6 +47,10 @@ class DenseOracle:
     values: list = field(default_factory=list)
     masks: list = field(default_factory=list)
 
+    def __post_init__(self):
+        if self.importance not in ("peak", "softmax", "dot"):
+            raise ValueError(f"the oracle has no importance {self.importance!r}")
+
     def blocks(self) -> list[list[int]]:
         context = list(range(self.anchor_len, self.query_start))
         cuts = []
@@ -65,21 +69,14 @@ class DenseOracle:
         if self.importance in ("peak", "softmax"):
             weights = torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows])
             return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
-        if self.importance == "dot":
-            mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
-            last = len(block) - 1
-            return torch.stack(
-                [mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))]
-            )
-        total = torch.zeros(len(block), dtype=q.dtype)
-        count = min(64, len(block))
-        steps = (
-            torch.linspace(0, len(block) - 1, count, dtype=torch.float64).round().long().tolist()
-        )
-        for h in heads:
-            for i in steps:
-                total[: i + 1] += torch.softmax(keys[: i + 1] @ q[0, h, block[i]] * scale, dim=0)
-        return total
+        # "dot": the highest mean score of five neighbouring keys
+        mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
+        last = len(block) - 1
+        highest = []
+        for j in range(len(block)):
+            neighbours = mean[max(0, j - 2) : min(last, j + 2) + 1]
+            highest.append(neighbours.max())
+        return torch.stack(highest)
 
     def visible(self, query, key, scale):
         """Which keys each token would see if later ones were not hidden, bool ``[Hkv, n, n]``."""
@@ -92,6 +89,8 @@ class DenseOracle:
             visible[:, block, : self.anchor_len] = True
             visible[:, block] |= passed[:, None]
             visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
+            if self.num_passed == 0:
+                continue
             for kv_head in range(key.shape[1]):
                 best = self.scores(query, key, block, kv_head, group, scale)
                 # Of equal keys the earlier.

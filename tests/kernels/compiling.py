@@ -119,7 +119,9 @@ def prefill(
         torch.empty(senders, 2, 1, _KV_HEADS, passed + more, dim, dtype=dtype) for more in (0, 128)
     ]
     segments = [(k[:, :, :passed], v[:, :, :passed]) for exchange in passing for k, v in exchange]
-    triton_attention.segmented_attention(q, [*segments, (k, v)], dim**-0.5, True, rows_alone=anchor)
+    triton_attention.segmented_attention(
+        q, [*segments, (k, v)], dim**-0.5, True, num_anchor_queries=anchor
+    )
 
 
 def verify(dim: int, queries: int, *, tree: bool = False) -> None:

@@ -128,7 +128,7 @@ def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu):
     )
     for rows, dim in itertools.product((32, 64, 128), (64, 80, 128)):
         listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
-        tile = triton_block_sparse.tiles(
+        tile = triton_block_sparse.choose_tile(
             torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed
         )
         assert (tile.rows, tile.keys) == (rows, rows // 2)

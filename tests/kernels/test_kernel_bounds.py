@@ -14,7 +14,7 @@ from apbv.kernels import (
     segmented_attention,
     select_topk,
     triton_elementwise,
-    triton_merging,
+    triton_specialization,
     verify_attention,
 )
 
@@ -41,7 +41,7 @@ def attend(guard):
     q, k, v = (
         guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, 17), (1, 35), (1, 35))
     )
-    segmented_attention(q, [(k, v)] * 2, 0.1, True, rows_alone=5, backend="triton")
+    segmented_attention(q, [(k, v)] * 2, 0.1, True, num_anchor_queries=5, backend="triton")
 
 
 def attend_masked(guard):
@@ -98,6 +98,6 @@ def test_lengths_and_strides_do_not_compile_anew():
     """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like
     it or not."""
     numbers = (-16, -1, 0, 1, 2, 16, 129, 2**20)
-    veiled = triton_merging.veiled(*numbers)
-    assert not any(number == 1 or number % 16 == 0 for number in veiled)
-    assert tuple(number >> 2 for number in veiled) == numbers
+    hidden = triton_specialization.hide(*numbers)
+    assert not any(number == 1 or number % 16 == 0 for number in hidden)
+    assert tuple(number >> 2 for number in hidden) == numbers

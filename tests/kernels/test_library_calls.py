@@ -53,9 +53,9 @@ def attend(queries, keys, *, group=7, alone=0):
     q, segments = make_inputs(queries, keys, dim=16, group=group, dtype=torch.float32)
     segments[-1] = tuple(states.mT.contiguous().mT for states in segments[-1])
     out = torch.full((q.shape[0], queries, *q.shape[1::2]), math.nan).transpose(1, 2)
-    result = segmented_attention(q, segments, 0.1, True, rows_alone=alone, out=out)
+    result = segmented_attention(q, segments, 0.1, True, num_anchor_queries=alone, out=out)
     wide = q.double(), [(k.double(), v.double()) for k, v in segments]
-    exact = reference.segmented_attention(*wide, 0.1, True, rows_alone=alone)
+    exact = reference.segmented_attention(*wide, 0.1, True, num_anchor_queries=alone)
     assert result[0].data_ptr() == out.data_ptr()
     assert_attention(result, exact, torch.float32)
 

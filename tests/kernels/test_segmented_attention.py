@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from apbv.kernels import reference, segmented_attention, triton_attention
-from apbv.kernels.runs import divisor, find_runs
+from apbv.kernels.segments import find_key_segments
+from apbv.kernels.strides import magic_divisor
 
 from attention_cases import (
     BACKENDS,
@@ -50,7 +51,7 @@ SHAPES = {  # queries, keys of each segment, rows alone
     "blind-rows-alone": (63, [9, 20], 50),
     "first-rows-alone": (63, [40, 0, 23, 63], 17),
     "all-rows-alone": (63, [129, 63], 63),
-    "more-runs-than-a-bucket": (20, [3, 5, 7, 9, 11, 1, 20], 0),
+    "more-segments-than-a-bucket": (20, [3, 5, 7, 9, 11, 1, 20], 0),
     "empty-first-and-last": (63, [0, 129, 0], 0),
     "all-empty": (63, [0, 0], 0),
     "no-queries": (0, [63, 5], 0),
@@ -71,13 +72,15 @@ def test_any_lengths_lie_anywhere(backend, shape):
     q, segments = make_inputs(queries, keys, dim=16, group=2, dtype=dtype)
     exact = by_definition(q, segments, 0.3, causal_last, alone)
     assert_attention(
-        reference.segmented_attention(q, segments, 0.3, causal_last, rows_alone=alone), exact, dtype
+        reference.segmented_attention(q, segments, 0.3, causal_last, num_anchor_queries=alone),
+        exact,
+        dtype,
     )
     q = place(q)
     segments = [(place(k), place(v)) for k, v in segments]
     out, untouched = poisoned(place, q.shape, dtype)
     for into in (None, out)[backend == "triton" :]:
-        options = {"rows_alone": alone, "out": into, "backend": backend}
+        options = {"num_anchor_queries": alone, "out": into, "backend": backend}
         found, lse = segmented_attention(q, segments, 0.3, causal_last, **options)
         assert found.dtype == lse.dtype == dtype
         assert_attention((found, lse), exact, dtype)
@@ -119,7 +122,7 @@ def test_scores_beyond_the_range_of_exp(backend):
     assert_lse_close(lse, exact_lse, 1e-6)
 
 
-# ---- runs of keys, which Triton's kernel finds ----
+# ---- key segments, which Triton's kernel finds ----
 
 
 def gathered(num_hosts, count, length, padding=5):
@@ -130,7 +133,7 @@ def gathered(num_hosts, count, length, padding=5):
     return [(k[:, :, :length], v[:, :, :length]) for k, v in buffers[-count:]]
 
 
-def test_gathered_buffers_are_one_run_each():
+def test_gathered_buffers_are_one_key_segment_each():
     """The passing blocks of a late block: all of the first exchange, and of the second those from
     the back."""
     first = gathered(4, 4, 17)
@@ -138,23 +141,21 @@ def test_gathered_buffers_are_one_run_each():
     q, local = make_inputs(20, [20], dtype=torch.float32, dim=64, group=2)
     q = q[:1]
     local = [(k[:1], v[:1]) for k, v in local]
-    assert [(run.num_rows, run.piece_len) for run in find_runs([*first, *second])] == [
-        (68, 17),
-        (34, 17),
-    ]
+    layouts = [segment.layout for segment in find_key_segments([*first, *second])]
+    assert [(layout.num_rows, layout.piece_len) for layout in layouts] == [(68, 17), (34, 17)]
     for segments, alone in (
         ([*first, *second], 0),
         ([*first[::-1], *second], 7),
         ([first[0], *first[2:]], 0),
     ):
         result = segmented_attention(
-            q, [*segments, *local], 0.125, True, rows_alone=alone, backend="triton"
+            q, [*segments, *local], 0.125, True, num_anchor_queries=alone, backend="triton"
         )
         assert_attention(
             result, by_definition(q, [*segments, *local], 0.125, True, alone), torch.float32
         )
-    _, odd = make_inputs(20, SHAPES["more-runs-than-a-bucket"][1])
-    assert len(find_runs(odd)) > triton_attention._RUNS_BUCKET
+    _, odd = make_inputs(20, SHAPES["more-segments-than-a-bucket"][1])
+    assert len(find_key_segments(odd)) > triton_attention._SEGMENTS_BUCKET
 
 
 def test_a_product_and_a_shift_divide_as_a_division_does():
@@ -174,7 +175,7 @@ def test_a_product_and_a_shift_divide_as_a_division_does():
         2**30 + 1,
         2**31 - 1,
     ]:
-        magic, shift = divisor(length)
+        magic, shift = magic_divisor(length)
         assert magic < 2**32
         # Products of less than 2 ** 63, in two parts of 16 bits.
         product = (rows * (magic >> 16) + (rows * (magic & 0xFFFF) >> 16)) >> 16
@@ -190,3 +191,12 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             segmented_attention(*given, 0.1, True, out=into)
+
+
+def test_the_former_name_of_anchor_queries_warns():
+    q, segments = make_inputs(5, [9, 5])
+    expected = segmented_attention(q, segments, 0.1, True, num_anchor_queries=2)
+    with pytest.warns(DeprecationWarning, match="num_anchor_queries"):
+        found = segmented_attention(q, segments, 0.1, True, rows_alone=2)
+    for new, former in zip(expected, found, strict=True):
+        torch.testing.assert_close(former, new)

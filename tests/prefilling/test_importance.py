@@ -54,3 +54,8 @@ def test_equals_its_definition(monkeypatch, name, most_scores):
         exact = by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()
+
+
+def test_the_oracle_refuses_an_importance_that_it_does_not_know():
+    with pytest.raises(ValueError, match="no importance 'received'"):
+        DenseOracle(0, 4, 1, 0, importance="received")

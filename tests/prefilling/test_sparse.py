@@ -224,7 +224,7 @@ def test_blocks_attend_sparsely_to_themselves(pool, settings, num_hosts, sparse,
     assert {result.method for result in results} == {sparse.method if is_whole else method}
     # What the blocks see, and what they would see without sparse attention.
     oracle, dense = (
-        DenseOracle(0, tokens, 1, 0, "received", sparse=chosen)
+        DenseOracle(0, tokens, 1, 0, sparse=chosen)
         if is_whole
         else oracle_of({**settings, "sparse": chosen}, num_hosts, start, 0)
         for chosen in (sparse, None)
@@ -260,7 +260,7 @@ def test_triton_computes_the_same():
     config = PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton")
     model = build("qwen2", torch.float32)
     logits = prefill(model, as_inputs("qwen2", batch, 60, ALONE), hosts=ALONE, config=config).logits
-    oracle = DenseOracle(0, 70, 1, 0, "received", sparse=SPARGE)
+    oracle = DenseOracle(0, 70, 1, 0, sparse=SPARGE)
     expected = run_oracle(build("qwen2", torch.float64), batch, oracle)
     assert relative_error(expected, hugging_face("qwen2", torch.float64, batch)[0]) > 1e-3
     assert relative_error(logits, expected) < 1e-4

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...config import PrefillConfig
 from ...hosts import Exchange
 from ...kernels import select_topk
-from ...kernels.runs import Segment
+from ...kernels.segments import Segment
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
@@ -188,7 +188,9 @@ class ApbvMethod(PrefillMethod):
         else:
             segments = [*self._passing_segments(block, sent), own]
             alone = len(self._anchor)  # it does not see the passing block
-            self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
+            self.attend(
+                q, segments, states.scale, causal_last=True, num_anchor_queries=alone, out=target
+            )
 
     def _start_passing(
         self, block: int, states: LayerQKV, seen: dict[int, PartialAttention]

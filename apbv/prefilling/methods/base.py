@@ -12,7 +12,7 @@ from torch import Tensor
 from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
-from ...kernels.runs import Segment
+from ...kernels.segments import Segment
 from ...layout import (
     ACCURATE_PASSING,
     FEWEST_ANCHOR,

@@ -1,10 +1,12 @@
 """Launches of Triton kernels: their arguments have to be on the GPU; interpreted on what they
 hold."""
 
+import inspect
 from contextlib import ExitStack
 from threading import get_ident
 from unittest.mock import patch
 
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -53,11 +55,8 @@ class TritonLaunches:
             # read.
             machine.check_use(tensor.inner, False, name)
         args, kwargs = tree_map(strip, (args, kwargs))
-        variant = (
-            name,
-            *sorted((key, value) for key, value in kwargs.items()),
-            *(x.dtype for x in tensors),
-        )
+        dtypes = tuple([x.dtype for x in tensors])
+        variant = (name, _constants(function, kwargs), dtypes)
         graph = machine.capturing
         if graph is not None and graph.forbids(get_ident()):
             if variant not in self._loaded:
@@ -75,3 +74,13 @@ class TritonLaunches:
         machine.launched(
             "triton", name, [(x, False) for x in gpus], detail=grid, place=function.__module__
         )
+
+
+def _constants(function, kwargs: dict) -> tuple[tuple[str, object], ...]:
+    """Return the constants and options of a launch, for each of which Triton compiles a kernel."""
+    parameters = inspect.signature(function).parameters
+    constants = []
+    for name, value in sorted(kwargs.items()):
+        if name not in parameters or parameters[name].annotation is tl.constexpr:
+            constants.append((name, value))
+    return tuple(constants)
