@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from apbv import PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
+from apbv.model.parts import VISION_FAMILIES
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 from apbv.prefilling.reduction import REDUCERS
@@ -81,11 +82,20 @@ ROWS = [
     prefill(APBV_4, "-O", overlap=False),
     prefill(APBV_4, "-O-F", overlap=False, fused_query=False),
     prefill(APBV_4, "-O-F-Z", overlap=False, fused_query=False, zigzag=False),
+    prefill(
+        APBV_4,
+        "-O-F-Z-V",
+        overlap=False,
+        fused_query=False,
+        zigzag=False,
+        frame_parallel=False,
+    ),
     prefill("APB-V, Table 5", "ZigZagRing", method="zigzag_ring"),
     draft(HIPPO_1, "Vanilla SD", "vanilla"),
     draft(HIPPO_1, "SD-tree", "sd_tree"),
     draft(HIPPO_1, "SpecVLM", "specvlm"),
     draft(HIPPO_1, "HIPPO", "hippo", **BESIDE),
+    draft(HIPPO_3, "PEARL-video", "vanilla", concurrent_prefill=False, **BESIDE),
     draft(HIPPO_3, "PEARL w/ Syn-Prefill", "vanilla", **BESIDE),
     draft(HIPPO_3, "PEARL-SpecVLM", "specvlm", **BESIDE),
     draft(HIPPO_6, "w/o attn", "hippo", hippo_terms=("time", "space"), **BESIDE),
@@ -116,6 +126,17 @@ ROWS = [
     draft(TABED_2, "MTCP*", "tabed", ensemble="MTCP*"),
 ]
 
+# The models of the papers' tables, by transformers' model_type.
+MODELS = {
+    "Qwen2.5-VL (APB-V, HIPPO, ParallelVLM)": "qwen2_5_vl",
+    "InternVL3 (APB-V)": "internvl",
+    "Qwen3-VL (HIPPO)": "qwen3_vl",
+    "LLaVA-OneVision (HIPPO, ParallelVLM, STD, TABED)": "llava_onevision",
+    "Qwen2-VL (STD)": "qwen2_vl",
+    "LLaVA-1.5 (TABED)": "llava",
+    "LLaVA-NeXT (TABED)": "llava_next",
+}
+
 # Those that prune between the language model's layers, and second stages of two others.
 MISSING = [
     reduction("APB-V, Table 10", "FastV", "fastv"),
@@ -134,6 +155,11 @@ def _named(row: Row) -> str:
 def _missing(row: Row):
     expected = pytest.mark.xfail(raises=(ValueError, TypeError), strict=True)
     return pytest.param(row, marks=expected, id=_named(row))
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, id=name) for name, each in MODELS.items()])
+def test_a_model_of_the_papers_runs(family):
+    assert family in VISION_FAMILIES
 
 
 @pytest.mark.parametrize(
