@@ -5,117 +5,199 @@ Configs, options and requests pass their features to :func:`refuse`. A feature w
 needs no entry.
 """
 
-# The reason why two features are incompatible; braces stand for the given value.
-REFUSALS = {
-    ("anchor_query", "no_anchor"): "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
-    (
+from typing import NamedTuple
+
+
+class Conflict(NamedTuple):
+    """Two features that exclude each other.
+
+    Attributes:
+        first, second: their names.
+        reason: why; braces stand for the value of a feature.
+    """
+
+    first: str
+    second: str
+    reason: str
+
+
+CONFLICTS = [
+    Conflict(
+        "anchor_query",
+        "no_anchor",
+        "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
+    ),
+    Conflict(
         "sparse",
         "dense_method",
-    ): "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
-    ("sparse", "other_sparse_method"): "{other_sparse_method} cannot select blocks as {sparse}",
-    (
+        "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
+    ),
+    Conflict(
+        "sparse",
+        "other_sparse_method",
+        "{other_sparse_method} cannot select blocks as {sparse}",
+    ),
+    Conflict(
         "kv_reuse",
         "reduction",
-    ): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
-    (
+        "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
+    ),
+    Conflict(
         "kv_reuse",
         "watching_draft",
-    ): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
-    ("rope_by_length", "kv_reuse"): (
-        "the rotary frequencies of keys depend on the length of the prompt ({rope_by_length}): use "
-        "reuse='exact'"
+        "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ),
-    ("rope_by_length", "offering"): (
+    Conflict(
+        "rope_by_length",
+        "kv_reuse",
+        "the rotary frequencies of keys depend on the length of the prompt ({rope_by_length}): "
+        "use reuse='exact'",
+    ),
+    Conflict(
+        "rope_by_length",
+        "offering",
         "{offering} transfers keys to vLLM, whose rotary frequencies ({rope_by_length}) do not "
-        "depend on the length of the prompt"
+        "depend on the length of the prompt",
     ),
-    (
+    Conflict(
         "hybrid",
         "kv_reuse",
-    ): "{hybrid} models keep no state from before the question: use reuse='exact'",
-    ("hybrid", "drafting"): (
+        "{hybrid} models keep no state from before the question: use reuse='exact'",
+    ),
+    Conflict(
+        "hybrid",
+        "drafting",
         "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models "
-        "cannot"
+        "cannot",
     ),
-    ("hybrid", "handing_over"): (
-        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} "
-        "models cannot undo: use to_dynamic_cache(), and append a token chosen from the logits"
+    Conflict(
+        "hybrid",
+        "handing_over",
+        "{handing_over} runs the prompt's last token again, which the linear attention of "
+        "{hybrid} models cannot undo: use to_dynamic_cache(), and append a token chosen from the "
+        "logits",
     ),
-    (
+    Conflict(
         "hybrid",
         "tensor_parallel",
-    ): "tensor parallelism does not split the linear attention of {hybrid} models",
-    (
+        "tensor parallelism does not split the linear attention of {hybrid} models",
+    ),
+    Conflict(
         "handing_over",
         "reduction",
-    ): "{handing_over} transfers whole prompts, but {reduction} prunes them",
-    ("context", "source"): (
-        "a prompt has either a text, or videos, images and audio, but {source} and {context} were "
-        "given"
+        "{handing_over} transfers whole prompts, but {reduction} prunes them",
     ),
-    (
+    Conflict(
+        "context",
+        "source",
+        "a prompt has either a text, or videos, images and audio, but {source} and {context} "
+        "were given",
+    ),
+    Conflict(
         "draft_host",
         "one_model",
-    ): "{one_model} drafts without a second model, so a draft host would have no work",
-    ("draft_host", "tensor_parallel"): (
-        "a draft host is not supported with tensor parallelism: TP rank 0 of host 0 drafts"
+        "{one_model} drafts without a second model, so a draft host would have no work",
     ),
-    ("quantized", "tensor_parallel"): (
-        "quantized weights are not split across the processes of a host: use more hosts"
+    Conflict(
+        "draft_host",
+        "tensor_parallel",
+        "a draft host is not supported with tensor parallelism: TP rank 0 of host 0 drafts",
     ),
-    ("quantized", "adapter"): (
+    Conflict(
+        "quantized",
+        "tensor_parallel",
+        "quantized weights are not split across the processes of a host: use more hosts",
+    ),
+    Conflict(
+        "quantized",
+        "adapter",
         "merging {adapter} would round quantized weights again: merge it into the model that was "
-        "quantized"
+        "quantized",
     ),
-    ("self_drafting", "tensor_parallel"): (
+    Conflict(
+        "self_drafting",
+        "tensor_parallel",
         "{self_drafting}, with which the target drafts itself, is not supported with tensor "
-        "parallelism: TP rank 0 of host 0 drafts"
+        "parallelism: TP rank 0 of host 0 drafts",
     ),
-    ("draft_host", "learning_draft"): (
+    Conflict(
+        "draft_host",
+        "learning_draft",
         "{learning_draft} learns from every verification before it continues drafting: not on a "
-        "draft host"
+        "draft host",
     ),
-    ("draft_host", "tree"): "a draft host drafts a chain of tokens: it cannot draft a tree",
-    ("tree", "chain_only"): "{chain_only} drafts a chain of tokens: it cannot draft a tree",
-    ("keep", "no_choice"): "{no_choice} does not select visual tokens: keep does not apply",
-    ("keep_ratio", "keep_tokens"): (
+    Conflict(
+        "draft_host",
+        "tree",
+        "a draft host drafts a chain of tokens: it cannot draft a tree",
+    ),
+    Conflict(
+        "tree",
+        "chain_only",
+        "{chain_only} drafts a chain of tokens: it cannot draft a tree",
+    ),
+    Conflict(
+        "keep",
+        "no_choice",
+        "{no_choice} does not select visual tokens: keep does not apply",
+    ),
+    Conflict(
+        "keep_ratio",
+        "keep_tokens",
         "keep_ratio and keep_tokens both set the number of visual tokens of a draft: give one of "
-        "them"
+        "them",
     ),
-    ("keep_tokens", "fixed_share"): (
-        "a draft with {fixed_share} always sees the same share of the prompt: keep_tokens does not "
-        "apply"
+    Conflict(
+        "keep_tokens",
+        "fixed_share",
+        "a draft with {fixed_share} always sees the same share of the prompt: keep_tokens does "
+        "not apply",
     ),
-    (
+    Conflict(
         "prune_kv",
         "drops_nothing",
-    ): "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
-    ("ranking_on_draft_host", "reduction"): (
+        "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
+    ),
+    Conflict(
+        "ranking_on_draft_host",
+        "reduction",
         "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a "
-        "draft host choose another, such as keep='even'"
+        "draft host choose another, such as keep='even'",
     ),
-    ("prefills_in_turn", "no_draft_host"): (
-        "without a draft host the draft always prefills after the target: concurrent_prefill=False "
-        "does not apply"
+    Conflict(
+        "prefills_in_turn",
+        "no_draft_host",
+        "without a draft host the draft always prefills after the target: "
+        "concurrent_prefill=False does not apply",
     ),
-    ("draft_host", "one_host"): "a draft host needs at least two hosts",
-    (
+    Conflict(
+        "draft_host",
+        "one_host",
+        "a draft host needs at least two hosts",
+    ),
+    Conflict(
         "caption",
         "no_captioner",
-    ): "the ensemble {caption} drafts from a caption: it needs a captioner",
-}
+        "the ensemble {caption} drafts from a caption: it needs a captioner",
+    ),
+]
+_FEATURES = frozenset(name for conflict in CONFLICTS for name in conflict[:2])
 
 
-def refuse(**asked: str | bool | None) -> None:
+def refuse(**features: str | bool | None) -> None:
     """Reject incompatible features.
 
     Args:
-        asked: the requested features by name: the value to show in the reason, or true; False or
+        features: the requested features by name: the value to show in the reason, or true; False or
             None if a feature is not requested.
 
     Raises:
         ValueError: two features are incompatible; the message says why.
+        TypeError: a name is not in the table: a mistake of the caller.
     """
-    for (feature, other), reason in REFUSALS.items():
-        if asked.get(feature) and asked.get(other):
-            raise ValueError(reason.format(**asked))
+    unknown = features.keys() - _FEATURES
+    if unknown:
+        raise TypeError(f"unknown features: {', '.join(sorted(unknown))}")
+    for conflict in CONFLICTS:
+        if features.get(conflict.first) and features.get(conflict.second):
+            raise ValueError(conflict.reason.format(**features))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from apbv import demo
-from apbv.refusals import REFUSALS
+from apbv.refusals import CONFLICTS
 from apbv.speculate import STRATEGIES
 from apbv.versions import how_to_install
 from tests.test_structure import LAYERS
@@ -379,11 +379,11 @@ def test_the_architecture_has_the_layers_that_the_imports_obey():
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
     others: dict[str, list[str]] = {}  # what is incompatible with the same shares a row
-    for feature, other in REFUSALS:
+    for feature, other, _ in CONFLICTS:
         others.setdefault(FEATURES[feature], []).append(FEATURES[other])
     rows = [[feature, "; ".join(found)] for feature, found in others.items()]
     require_table(CHOOSING, markdown_table(["option", "incompatible with"], rows, align="---"))
-    named = {feature for pair in REFUSALS for feature in pair}
+    named = {feature for conflict in CONFLICTS for feature in conflict[:2]}
     assert named == set(FEATURES)
     for feature, has_it in (
         ("one_model", lambda strategy: not strategy.needs_draft_model),

@@ -101,68 +101,123 @@ def host_memory(
     hidden = sizes.hidden * itemsize
     query = ceil(sizes.heads / tensor_parallel) * sizes.head_dim * itemsize
     kv_row = ceil(2 * sizes.kv_heads * sizes.head_dim / tensor_parallel) * itemsize
+
+    # The tokens that this host computes, and those whose KV it keeps.
     spans = layout.local_spans(host)
     num_rows = sum(map(len, spans))
-    num_kept = sum(map(len, layout.cache_spans(host)))
     num_visual = sum(len(intersect(span, visual)) for span in spans)
-    leaves = kv == "gathered" and layout.num_hosts > 1
-    leaves_by_layer = leaves and by_layer and layout.is_split
-    gathered_row = kv_row * layout.num_tokens if leaves and host == home else 0
-    # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their
-    # positions in four steps, which are as large as what comes after; or the layer's input, an
-    # MLP's, its output, and a chunk.
-    mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
-    mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
-    # Of every token its number and its position, in int64; and of the whole prompt which tokens are
-    # visual.
-    residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize + 2 * 8) + layout.num_tokens
-    # Where queries have a norm, there are these and two copies in fp32 before any K and V.
-    queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
-    layer = residual + max(num_rows * (hidden + queries), mlp) + sizes.vocab * (itemsize + 4)
+    num_kept = sum(map(len, layout.cache_spans(host)))
+
+    # A layer's KV: what is kept here, with room for an answer on the host that decodes, and what
+    # the home gathers.
+    sends_kv = kv == "gathered" and layout.num_hosts > 1
+    sends_by_layer = sends_kv and by_layer and layout.is_split
+    is_home = host == home
+    kept_layer = num_kept * kv_row
+    num_spare = GROWTH_ROWS if host == 0 and num_kept else 0
+    staying_layer = (num_kept + num_spare) * kv_row
+    gathered_layer = layout.num_tokens * kv_row if sends_kv and is_home else 0
+
+    # Encoding.
     num_embeddings = num_visual
     if encodes_all and num_visual < len(visual):
         num_embeddings += len(visual)
-    kept = sizes.kv_layers * num_kept * kv_row
-    passing = _passing(layout, host, query, kv_row)
-    encoding = {"embeddings": max(num_embeddings, num_encoded) * hidden * (1 + sizes.deepstack)}
-    encoding["a video chunk"] = chunk
-    # A layer that has come and the next, which is coming; on other hosts copies of what they send.
-    gathered = {"KV": max(sizes.kv_layers * gathered_row, kept)}
-    gathered["layers on their way"] = 2 * (gathered_row or num_kept * kv_row) * leaves
-    # A layer's KV has room for an answer on the host that decodes.
-    of_layer = (num_kept + GROWTH_ROWS * (host == 0 and num_kept > 0)) * kv_row
-    staying = {"KV": sizes.kv_layers * of_layer, "layers on their way": 0}
-    in_prefill = gathered if leaves_by_layer else staying
-    prefill = {**in_prefill, "activations": layer, "passing KV": passing, "states": 0}
+    encoding = {
+        "embeddings": max(num_embeddings, num_encoded) * hidden * (1 + sizes.deepstack),
+        "a video chunk": chunk,
+    }
+
+    # Handing over: a layer that has come and the next, which is coming; on other hosts copies of
+    # what they send.
+    if not sends_kv:
+        on_their_way = 0
+    elif is_home:
+        on_their_way = 2 * gathered_layer
+    else:
+        on_their_way = 2 * kept_layer
+    gathered = {
+        "KV": sizes.kv_layers * max(gathered_layer, kept_layer),
+        "layers on their way": on_their_way,
+    }
+
+    # The prefill of a layer. Of every token its number and its position, in int64; and of the whole
+    # prompt which tokens are visual.
+    residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize + 2 * 8) + layout.num_tokens
+    # Beside these: normed rows, K and V, and the queries, turned by their positions in four steps,
+    # which are as large as what comes after. Where queries have a norm, there are these and two
+    # copies in fp32 before any K and V.
+    queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
+    attention = num_rows * (hidden + queries)
+    # Or the layer's input, an MLP's, its output, and a chunk.
+    mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
+    mlp_chunk = min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
+    mlp = 3 * num_rows * hidden + mlp_chunk
+    logits = sizes.vocab * (itemsize + 4)
+    kv_in_prefill = gathered
+    if not sends_by_layer:
+        kv_in_prefill = {"KV": sizes.kv_layers * staying_layer, "layers on their way": 0}
+    prefill = {
+        **kv_in_prefill,
+        "activations": residual + max(attention, mlp) + logits,
+        "passing KV": _passing(layout, host, query, kv_row),
+        "states": 0,
+    }
+
+    # Linear attention, whose layers may take more.
     if sizes.linear is not None:
-        num_linear = len(sizes.linear.layers)
         layer_states = _layer_states(sizes.linear, itemsize)
+        states = len(sizes.linear.layers) * layer_states
+        prefill["states"] = gathered["states"] = states
         if not num_rows:  # it receives a layer's states, and copies them; then the logits
             prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
-        prefill["states"] = gathered["states"] = num_linear * layer_states
-        # Of the KV, what there is in the last layer of linear attention: that of the layers before.
-        # Where it leaves, the last one of these is on its way: its rows, a copy that is sent, and
-        # what the home receives.
-        num_before = sum(
-            1 for index in range(sizes.linear.layers[-1]) if index not in sizes.linear.layers
+        num_before, kv_before = _kv_before_last_linear(
+            sizes, sends_by_layer, kept_layer, staying_layer, gathered_layer, kv_row
         )
-        num_leaving = min(num_before, 1) * leaves_by_layer
-        there = (num_before - 1) * (gathered_row + GROWTH_ROWS * kv_row * (gathered_row > 0))
+        is_sending = sends_by_layer and num_before > 0
         in_linear = {
-            "KV": there + of_layer if num_leaving else num_before * of_layer,
-            "layers on their way": num_leaving * (num_kept * kv_row + gathered_row),
+            "KV": kv_before,
+            "layers on their way": kept_layer + gathered_layer if is_sending else 0,
             "activations": residual
             + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
             "passing KV": 0,
-            # Those of a layer are put when it has run.
-            "states": (num_linear - 1) * layer_states,
+            # A layer's states are stored when it has run.
+            "states": states - layer_states,
         }
         prefill = max(prefill, in_linear, key=lambda parts: sum(parts.values()))
+
+    # What a host certainly needs: its tokens' states in a layer, and the KV of the layers before.
+    keeps_kv = not sends_kv or is_home
+    certain_kv = (sizes.kv_layers - 1) * kept_layer if keeps_kv else 0
+    certain = {
+        "prefill": certain_kv + num_rows * (hidden + query + kv_row),
+        "handoff": sizes.kv_layers * gathered_layer,
+    }
     stages = {"encoding": encoding, "prefill": prefill, "handoff": gathered}
-    states = num_rows * (hidden + query + kv_row)
-    stays = (sizes.kv_layers - 1) * num_kept * kv_row * (not leaves or host == home)
-    certain = {"prefill": stays + states, "handoff": sizes.kv_layers * gathered_row}
-    return HostMemory(kept, stages, certain)
+    return HostMemory(sizes.kv_layers * kept_layer, stages, certain)
+
+
+def _kv_before_last_linear(
+    sizes: DecoderSizes,
+    sends_by_layer: bool,
+    kept_layer: int,
+    staying_layer: int,
+    gathered_layer: int,
+    kv_row: int,
+) -> tuple[int, int]:
+    """Count the layers with KV before the last layer of linear attention, and the bytes of their
+    KV.
+
+    Where KV is sent layer by layer, the newest of these layers is on its way: its rows, and of the
+    others what the home has gathered, with room for an answer.
+    """
+    last = sizes.linear.layers[-1]
+    num_before = sum(1 for index in range(last) if index not in sizes.linear.layers)
+    if not sends_by_layer or num_before == 0:
+        return num_before, num_before * staying_layer
+    gathered_with_room = 0
+    if gathered_layer:
+        gathered_with_room = gathered_layer + GROWTH_ROWS * kv_row
+    return num_before, (num_before - 1) * gathered_with_room + staying_layer
 
 
 def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
@@ -205,7 +260,8 @@ def _linear_attention(
 
     # The runs for which the rule is computed.
     *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
-    copied, anchor = (layout.anchor_len, 0) if layout.anchor_copy else (0, layout.anchor_len)
+    copied = layout.anchor_len if layout.anchor_copy else 0
+    anchor = 0 if layout.anchor_copy else layout.anchor_len
     if layout.num_hosts == 1:
         blocks = []
         anchor = query.start - copied
@@ -224,15 +280,16 @@ def _linear_attention(
         most = max(most, joined + 2 * own_maps + maps)
 
     # The copy and the anchor are computed while maps are on their way.
-    most = max(
-        most,
-        own_maps + maps + max(_rule(sizes, rows, sizes.value_dim) for rows in (copied, anchor)),
-    )
-    # Then the runs begin with a state, unless they begin the prompt.
-    runs = [*zip(layout.virtual_hosts(host), blocks), (len(layout.blocks), query)]  # noqa: B905
+    for num_copied in (copied, anchor):
+        most = max(most, own_maps + maps + _rule(sizes, num_copied, sizes.value_dim))
+    # Then the runs begin with a state, unless they begin the prompt. One host has no blocks.
+    runs = [(len(layout.blocks), query)]
+    if blocks:
+        runs += zip(layout.virtual_hosts(host), blocks, strict=True)
     for number, run in runs:
-        begins = state if anchor or number else 0
-        most = max(most, maps + begins + _rule(sizes, len(run), sizes.value_dim))
+        begins_prompt = number == 0 and not anchor
+        first_state = 0 if begins_prompt else state
+        most = max(most, maps + first_state + _rule(sizes, len(run), sizes.value_dim))
 
     # The norm: its input, and copies in fp32.
     norm = num_rows * values * (itemsize + 2 * 4) - nothing
@@ -246,19 +303,19 @@ def _rule(sizes: LinearSizes, num_rows: int, width: int) -> int:
     Args:
         width: of the values.
     """
+    if not num_rows:
+        return 0
+    first_part = _rule_of_part(sizes, min(num_rows, MOST_TOKENS), width)
+    if num_rows <= MOST_TOKENS:
+        return first_part
     # Later parts begin with the state behind the part before.
-    parts = [(min(num_rows, MOST_TOKENS), 0), (min(num_rows - MOST_TOKENS, MOST_TOKENS), 1)]
     state = 4 * sizes.value_heads * sizes.key_dim * width
-    sums = [
-        _rule_of_part(sizes, rows, width) + num_states * state
-        for rows, num_states in parts
-        if rows > 0
-    ]
-    return max(sums, default=0)
+    later_part = state + _rule_of_part(sizes, min(num_rows - MOST_TOKENS, MOST_TOKENS), width)
+    return max(first_part, later_part)
 
 
 def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
-    """Return the same of rows that are computed at once, all in fp32."""
+    """Return the bytes that the rule holds for rows that are computed at once, all in fp32."""
     num_chunks = ceil(num_rows / RULE_CHUNK)
     padded = num_chunks * RULE_CHUNK
     state = sizes.value_heads * sizes.key_dim * width
@@ -312,15 +369,16 @@ class Room:
         for _ in range(2):
             free = free_memory_bytes(device, swaps=True)
             rows = self.hosts.gather_floats([certain[stage], _STAGES.index(stage), free])
-            short = [process for process, (least, _, there) in enumerate(rows) if least > there]
+            short = [process for process, (needed, _, there) in enumerate(rows) if needed > there]
             if not short:
                 return
-            gc.collect()  # uncollected garbage counts as free
-        least, number, free = rows[short[0]]
-        stage = _STAGES[int(number)]
+            # Uncollected garbage counts as free.
+            gc.collect()
+        needed, stage_number, free = rows[short[0]]
+        stage = _STAGES[int(stage_number)]
         raise NotEnoughMemoryError(
             f"a prompt of {self.num_tokens:,} tokens does not fit in memory: "
-            f"{self.hosts.name_of(short[0])} needs at least {least / 1e9:.2f} GB, for "
+            f"{self.hosts.name_of(short[0])} needs at least {needed / 1e9:.2f} GB, for "
             f"{_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; {_ADVICE[stage]}"
         )
 
