@@ -22,6 +22,7 @@ from apbv.stats import append_json_lines
 from apbv.warn import raised_as
 
 _SHOWN_OVERLAP_MS = 0.1
+_MIB = 2**20
 
 
 def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2.0) -> None:
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
     # The hosts that answered: a draft host has its own group.
     with engine.hosts.local_stage("writing the figures"):
         if hosts.is_leader:
-            print(table(answer, options, hosts.size), file=sys.stderr, flush=True)
+            print(table(answer, hosts.size), file=sys.stderr, flush=True)
             if options.json:
                 append_json_lines(options.json, [answer.stats])
 
@@ -74,22 +75,24 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
     The line is always ended, so that an error follows on its own line.
     """
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    shown = []
+    shown_tokens = []
 
     def show(token: int) -> None:
         if enabled:
             streamer.put(torch.tensor([token]))
-            shown.append(token)
+            shown_tokens.append(token)
 
-    held = []
+    pending_warnings = []
     try:
-        with warnings.catch_warnings(record=True) as held:
+        with warnings.catch_warnings(record=True) as pending_warnings:
             yield show
     finally:
-        if shown:
+        if shown_tokens:
             streamer.end()
-        for each in held:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        for warning in pending_warnings:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def read_sources(options: argparse.Namespace) -> str | None:
@@ -123,81 +126,91 @@ def require_writable(path: Path) -> None:
     Raises:
         ValueError: they cannot.
     """
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    to_write = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(to_write, os.W_OK):
         raise ValueError(f"--json {path} cannot be written")
 
 
-def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:
+def table(answer: GenerateResult, num_hosts: int) -> str:
     """Format the most important metrics as a table.
 
     Args:
         num_hosts: the number of hosts that take part, a draft host included.
     """
-    mebibyte = 2**20
     stats = answer.stats
-    speculation = answer.stats["speculation"]
-    number = stats["hosts"]
-    size = stats["tensor_parallel_size"]
-    hosts = f"{number} host{'s' if number > 1 else ''}" + (
-        f" of {size} processes" if size > 1 else ""
-    )
-    hosts += " and a draft host" if num_hosts > number else ""
-    rows = [("method", f"{stats['method']} on {hosts}, {stats['device']}, {stats['dtype']}")]
-    for number, video in enumerate(answer.videos, 1):
-        name = "video" if len(answer.videos) == 1 else f"video {number}"
-        sampled = (
-            f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
-        )
-        rows.append((name, sampled))
-    heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
-    num_tokens = stats["num_input_tokens"]
-    num_visual = stats["num_video_tokens"]
-    rows.append(("prompt", f"{num_tokens} tokens, {num_visual} of them visual{heard}"))
-    if stats["anchor_len"] or stats["passing_len"]:
-        rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
-    if stats["warning"] is not None:
-        rows.append(("warning", stats["warning"]))
-    if (reduction := stats["reduction"]) is not None:
-        before = reduction["num_video_tokens_before"]
-        after = reduction["num_video_tokens_after"]
-        rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))
-    if stats["attention_density"] is not None:
-        rows.append(
-            ("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed")
-        )
-    rows += [
-        (name, f"{milliseconds:.1f} ms")
-        for name, milliseconds in stats["stages_ms"].items()
-        if milliseconds
-    ]
+    rows = [("method", f"{stats['method']} on {_hosts(stats, num_hosts)}")]
+    rows += _prompt(answer)
+    rows += _prefill(stats)
+
+    # Times.
+    for name, milliseconds in stats["stages_ms"].items():
+        if milliseconds:
+            rows.append((name, f"{milliseconds:.1f} ms"))
     if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
         rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, overlapping other stages"))
     rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
     if stats["output_throughput"] is not None and len(stats["token_ids"]) > 1:
         rows.append(("decoding", f"{stats['output_throughput']:.1f} tokens/s"))
-    if speculation is not None:
-        rows += _speculation(speculation, options, num_hosts > stats["hosts"])
+    if stats["speculation"] is not None:
+        rows += _speculation(stats["speculation"], on_draft_host=num_hosts > stats["hosts"])
+
+    # Bytes.
     if stats["comm_bytes_total"]:
-        rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
-    rows.append(
-        (
-            "peak memory",
-            f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB (max over processes)",
-        )
-    )
+        rows.append(("communication", f"{stats['comm_bytes_total'] / _MIB:.2f} MiB"))
+    peak = max(stats["peak_memory_bytes"])
+    rows.append(("peak memory", f"{peak / _MIB:.0f} MiB (max over processes)"))
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
-def _speculation(
-    figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
-) -> list[tuple[str, str]]:
+def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
+    """Format the hosts, their device and dtype."""
+    num_prefilling = stats["hosts"]
+    num_processes = stats["tensor_parallel_size"]
+    text = "1 host" if num_prefilling == 1 else f"{num_prefilling} hosts"
+    if num_processes > 1:
+        text += f" of {num_processes} processes"
+    if num_hosts > num_prefilling:
+        text += " and a draft host"
+    return f"{text}, {stats['device']}, {stats['dtype']}"
+
+
+def _prompt(answer: GenerateResult) -> list[tuple[str, str]]:
+    """Format the videos and the tokens of the prompt."""
+    rows = []
+    for number, video in enumerate(answer.videos, start=1):
+        name = "video" if len(answer.videos) == 1 else f"video {number}"
+        frames = f"{len(video.frames)} of {video.info.num_frames} frames"
+        rows.append((name, f"{frames}, {video.info.duration:.1f} s"))
+    stats = answer.stats
+    tokens = f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"
+    if stats["num_audio_tokens"]:
+        tokens += f", {stats['num_audio_tokens']} audio"
+    rows.append(("prompt", tokens))
+    return rows
+
+
+def _prefill(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    """Format what the prefill approximates."""
+    rows = []
+    if stats["anchor_len"] or stats["passing_len"]:
+        rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
+    if stats["warning"] is not None:
+        rows.append(("warning", stats["warning"]))
+    reduction = stats["reduction"]
+    if reduction is not None:
+        before = reduction["num_video_tokens_before"]
+        after = reduction["num_video_tokens_after"]
+        rows.append((f"kept by {reduction['method']}", f"{after} of {before} visual tokens"))
+    if stats["attention_density"] is not None:
+        density = f"{stats['attention_density']:.0%} of the causal scores computed"
+        rows.append(("sparse attention", density))
+    return rows
+
+
+def _speculation(figures: dict[str, Any], on_draft_host: bool) -> list[tuple[str, str]]:
     """Format the metrics of speculative decoding."""
-    rows = [
-        (
-            "drafting",
-            f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}",
-        )
-    ]
+    place = "on the draft host" if on_draft_host else "on host 0"
+    rows = [("drafting", f"{figures['strategy']}, {place}")]
     if figures.get("lost_draft"):
         rows.append(("", f"continued alone: {figures['lost_draft']}"))
     if figures["switched_off"]:

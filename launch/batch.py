@@ -80,11 +80,14 @@ def parse_arguments(
 
 
 def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
-    index, size = map(int, found.groups()) if found else (0, 0)
-    if index >= size:
-        raise argparse.ArgumentTypeError(f"must be I/N with 0 <= I < N, not {text}")
-    return index, size
+    """Return the index and the number of shards."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is not None:
+        index = int(match[1])
+        size = int(match[2])
+        if index < size:
+            return index, size
+    raise argparse.ArgumentTypeError(f"must be I/N with 0 <= I < N, not {text}")
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -109,17 +112,22 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             if hosts.is_leader:
                 answers = Answers(options.out, options.retry_errors)
                 requests = Requests(options.requests, options.shard)
-        engine, settings = (
-            load_engine(options, hosts, reuse_config(options)),
-            request_settings(options),
-        )
+        engine = load_engine(options, hosts, reuse_config(options))
+        settings = request_settings(options)
         if hosts.device.type == "cuda":
             engine.warm_up(in_batch=True)
         if not hosts.is_leader:
             return run_worker(engine, hosts, settings)
+        # Without a terminal: now and then a line for a log.
         is_log = not sys.stderr.isatty()
-        look = {"leave": is_log, "mininterval": _LOG_SECONDS if is_log else 0.1, "miniters": 0}
-        with closing(answers), tqdm(desc="batch", unit="request", **look) as bar:
+        bar = tqdm(
+            desc="batch",
+            unit="request",
+            leave=is_log,
+            mininterval=_LOG_SECONDS if is_log else 0.1,
+            miniters=0,
+        )
+        with closing(answers), bar:
 
             def show(batch: Batch) -> None:
                 bar.total = batch.total
@@ -131,11 +139,15 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         print(summary(batch), file=sys.stderr, flush=True)
         if batch.num_failed:
             report_error(failures(batch, options.out))
-        statuses.append(128 + batch.stopped_by if batch.was_stopped else int(batch.num_failed > 0))
+        if batch.was_stopped:
+            statuses.append(128 + batch.stopped_by)
+        elif batch.num_failed:
+            statuses.append(1)
 
-    return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(
-        statuses
-    )
+    status = run_on_hosts(run, options.timeout, options.tensor_parallel, options.device)
+    if status == 0 and statuses:
+        return statuses[0]
+    return status
 
 
 def failures(batch: "Batch", out: Path) -> str:
@@ -162,13 +174,17 @@ def summary(batch: "Batch") -> str:
     ]
     if batch.was_stopped:
         rows.append(("stopped", "the same command continues"))
-    read, generated = (int(metrics.total(f"{kind}_tokens")) for kind in ("prompt", "generation"))
-    rows.append(
-        ("tokens", f"{read} of prompts, {generated} generated, {generated / seconds:.1f} a second")
-    )
-    means = {stage: metrics.mean(f"request_{stage}_time_seconds") for stage in _STAGES}
-    times = [f"{stage} {mean * 1e3:.0f} ms" for stage, mean in means.items() if mean is not None]
-    rows += [("mean times", ", ".join(times))] if times else []
+    num_read = int(metrics.total("prompt_tokens"))
+    num_generated = int(metrics.total("generation_tokens"))
+    per_second = f"{num_generated / seconds:.1f} a second"
+    rows.append(("tokens", f"{num_read} of prompts, {num_generated} generated, {per_second}"))
+    times = []
+    for stage in _STAGES:
+        mean_seconds = metrics.mean(f"request_{stage}_time_seconds")
+        if mean_seconds is not None:
+            times.append(f"{stage} {mean_seconds * 1e3:.0f} ms")
+    if times:
+        rows.append(("mean times", ", ".join(times)))
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 

@@ -33,14 +33,24 @@ def parse_arguments(
         prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
-    for option, metavar, about in (
-        ("--video", "demo|FILE", "a video file, or the bundled clip"),
-        ("--image", "FILE", "an image file, placed after the videos"),
-        ("--audio", "FILE", "an audio file, placed after the images"),
-    ):
-        parser.add_argument(
-            option, metavar=metavar, action="append", help=f"{about}; can be repeated"
-        )
+    parser.add_argument(
+        "--video",
+        metavar="demo|FILE",
+        action="append",
+        help="a video file, or the bundled clip; can be repeated",
+    )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        help="an image file, placed after the videos; can be repeated",
+    )
+    parser.add_argument(
+        "--audio",
+        metavar="FILE",
+        action="append",
+        help="an audio file, placed after the images; can be repeated",
+    )
     parser.add_argument(
         "--audio-in-video",
         action=YesOrNoOnce,
@@ -59,7 +69,8 @@ def parse_arguments(
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if options.model == "demo":
-        options.prompt = demo.DEMO_QUESTION if options.prompt is None else options.prompt
+        if options.prompt is None:
+            options.prompt = demo.DEMO_QUESTION
         if not (options.video or options.image or options.audio or options.context):
             options.video = ["demo"]
     if options.video:

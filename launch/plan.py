@@ -23,8 +23,7 @@ from apbv.launch.options import (
     prefill_config,
 )
 
-# Options that are arguments of apbv.plan, and those that are prefill settings.
-_OF_PLAN = ("tokens", "resolution", "hosts", "tensor_parallel", "dtype")
+# The prefill settings that a plan depends on.
 _OF_PREFILL = ("method", "anchor_len", "passing_len", "early_passing_len", "kv")
 
 
@@ -48,9 +47,8 @@ def parse_arguments(
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="T", help="GPUs per host (default 1)"
     )
-    add_settings(
-        parser, [each for each in PREFILL if each.field in _OF_PREFILL], with_defaults=True
-    )
+    prefill_settings = [setting for setting in PREFILL if setting.field in _OF_PREFILL]
+    add_settings(parser, prefill_settings, with_defaults=True)
     add_settings(parser, REDUCE)
     parser.add_argument(
         "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype; auto: the model's"
@@ -96,7 +94,11 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             speculate=speculate,
             device_memory=device_memory,
             num_frames=options.frames,
-            **{name: getattr(options, name) for name in _OF_PLAN},
+            tokens=options.tokens,
+            resolution=options.resolution,
+            hosts=options.hosts,
+            tensor_parallel=options.tensor_parallel,
+            dtype=options.dtype,
         )
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")

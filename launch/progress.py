@@ -23,8 +23,9 @@ class ProgressBars:
     """
 
     def __init__(self, enabled: bool, delay: float = 2.0, interval: float = 0.1):
-        pace = {"delay": delay, "mininterval": interval, "miniters": 1}
-        self._looks = {"leave": False, "disable": None if enabled else True, **pace}
+        self._enabled = enabled
+        self._delay = delay
+        self._interval = interval
         self._bars: dict[str, tqdm] = {}
         self._stage = ""
 
@@ -48,13 +49,26 @@ class ProgressBars:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Show a stage's progress."""
         if stage not in self._bars:
-            what, unit = _COUNTED[stage]
-            self._bars[stage] = tqdm(desc=what, unit=unit, initial=done, total=total, **self._looks)
-        self._bars[stage].update(done - self._bars[stage].n)
+            label, unit = _COUNTED[stage]
+            self._bars[stage] = tqdm(
+                desc=label,
+                unit=unit,
+                initial=done,
+                total=total,
+                leave=False,
+                # None: without a terminal.
+                disable=None if self._enabled else True,
+                delay=self._delay,
+                mininterval=self._interval,
+                miniters=1,
+            )
+        bar = self._bars[stage]
+        bar.update(done - bar.n)
         if done >= total:
             self._bars.pop(stage).close()
 
     def close(self) -> None:
         """Remove all bars."""
         while self._bars:
-            self._bars.popitem()[1].close()
+            _, bar = self._bars.popitem()
+            bar.close()
