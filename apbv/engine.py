@@ -258,8 +258,9 @@ class Engine:
         )
 
     def warm_up(self, in_batch: bool = False) -> None:
-        """Run a warm-up request about the bundled clip, or about a text for text-only models;
-        collective.
+        """Run a warm-up request about the bundled clip, or about a text for text-only models.
+
+        Collective.
 
         On a GPU this compiles kernels and loads libraries, for which the first request would
         otherwise wait.
@@ -499,8 +500,9 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_together: int = 8,
     ) -> Iterator[tuple[int, GenerateResult | Exception]]:
-        """Answer questions; every host decodes a batch of the answers, with drafts or without;
-        collective.
+        """Answer questions.
+
+        Every host decodes a batch of the answers, with drafts or without; collective.
 
         The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than
         ``max_together`` answers. If there is no memory for it, it waits until an answer has ended.
@@ -616,8 +618,10 @@ class Engine:
     def _emptiest_home(
         self, running: Mapping[int, "_RunningAnswer"], max_together: int
     ) -> int | None:
-        """Return the host whose answers have the least KV; None if each decodes
-        ``max_together``."""
+        """Return the host whose answers have the least KV.
+
+        None if each decodes ``max_together``.
+        """
         num_homes = max(self.num_homes, 1)
         num_answers = [0] * num_homes
         num_tokens = [0] * num_homes
@@ -653,8 +657,10 @@ class Engine:
 
     @property
     def num_homes(self) -> int:
-        """How many hosts, the first ones, decode batches of answers; 0: all decode one answer
-        together."""
+        """How many hosts, the first ones, decode batches of answers.
+
+        0: all decode one answer together.
+        """
         if self.why_one_by_one is not None:
             return 0
         # On the host that decodes.
@@ -686,8 +692,10 @@ class Engine:
         answered: Answered,
         videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
-        """Return the result of a request, collective; on a draft host, which has prefilled nothing,
-        its own."""
+        """Return the result of a request, collective.
+
+        On a draft host, which has prefilled nothing, its own.
+        """
         tokens = answered.tokens
         sampling = request.sampling
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -814,8 +822,10 @@ class Engine:
         return begun
 
     def batch(self) -> Batch:
-        """Return an empty batch for answers that have begun. Run its steps within
-        :meth:`attention`."""
+        """Return an empty batch for answers that have begun.
+
+        Run its steps within :meth:`attention`.
+        """
         return self._way.batch()
 
     def attention(self) -> ExitStack:
@@ -874,8 +884,9 @@ class Engine:
         return self.num_homes == self.hosts.size and not shares
 
     def alone(self) -> "Engine":
-        """Return an engine with the same model in which this host answers without the others; not
-        collective.
+        """Return an engine with the same model in which this host answers without the others.
+
+        Not collective.
 
         It may be used in another thread, inside :meth:`prefilling_in_threads`.
         """

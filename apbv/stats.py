@@ -213,8 +213,10 @@ class Recorder:
 
 
 def overlapping_seconds(runs: Iterable[tuple[str, float, float]]) -> float:
-    """Compute by how much the sum of runs' seconds exceeds the time in which any went on; see
-    StageTimer.runs."""
+    """Compute by how much the sum of runs' seconds exceeds the time in which any went on.
+
+    See StageTimer.runs.
+    """
     busy = covered = 0.0
     end = float("-inf")
     for _, began, ended in sorted(runs, key=itemgetter(1)):

@@ -59,8 +59,9 @@ def fill(tensor: Tensor, values: Tensor | Sequence) -> None:
 def fetch(
     numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None
 ) -> Callable[[], list]:
-    """Start a copy of numbers to the CPU; the returned function waits for that copy only and
-    returns a list.
+    """Start a copy of numbers to the CPU.
+
+    The returned function waits for that copy only and returns a list.
 
     GPU work queued in between continues while the caller already reads the numbers.
 

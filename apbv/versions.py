@@ -26,8 +26,10 @@ def untried() -> str | None:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs one of apbv's extras; apbv is on no package index, only in
-    its checkout."""
+    """Return the command that installs one of apbv's extras.
+
+    Apbv is on no package index, only in its checkout.
+    """
     return f'pip install -c constraints.txt -e ".[{extra}]" in apbv\'s checkout'
 
 

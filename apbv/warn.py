@@ -14,8 +14,10 @@ _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
 
 
 def warn_caller(message: str) -> None:
-    """Warn as if the innermost line outside this package did; Python shows a line's warning
-    once."""
+    """Warn as if the innermost line outside this package did.
+
+    Python shows a line's warning once.
+    """
     level = 1
     frame = sys._getframe()
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
@@ -42,8 +44,10 @@ def raised_as(kind: type[Exception], what: str, *caught: type[Exception]) -> Ite
 
 
 def report_error(text: str) -> None:
-    """Print the reason why this process exits; under torchrun once per machine, and in torchrun's
-    summary, too."""
+    """Print the reason why this process exits.
+
+    Under torchrun once per machine, and in torchrun's summary, too.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:

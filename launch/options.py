@@ -160,8 +160,10 @@ class _StoreOnce(argparse.Action):
 
 
 class YesOrNoOnce(argparse.BooleanOptionalAction):
-    """Stores whether ``--option`` or ``--no-option`` was given; the parser is an
-    :class:`OptionParser`."""
+    """Stores whether ``--option`` or ``--no-option`` was given.
+
+    The parser is an :class:`OptionParser`.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.require_once(self, option_string)

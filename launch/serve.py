@@ -65,8 +65,10 @@ _GRACE = reading(
 
 
 def _is_origin(text: str) -> bool:
-    """Return whether a browser may send this origin; ``*`` stands for all, ``null`` for pages
-    without one."""
+    """Return whether a browser may send this origin.
+
+    ``*`` stands for all, ``null`` for pages without one.
+    """
     if text in ("*", "null"):
         return True
     found = _AN_ORIGIN.fullmatch(text)

@@ -106,8 +106,10 @@ class SamplingParams(Checked):
             object.__setattr__(self, "temperature", 0.0)
 
     def filled(self, defaults: "SamplingParams") -> "SamplingParams":
-        """Return these parameters with others for those that are left open; without a temperature
-        it is greedy."""
+        """Return these parameters with others for those that are left open.
+
+        Without a temperature it is greedy.
+        """
         names = ("max_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty")
         filled = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
         if "max_new_tokens" in filled:
@@ -121,8 +123,10 @@ class SamplingParams(Checked):
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:
-        """Temperature, top_p, top_k and min_p, which turn logits into a distribution; equal if
-        greedy."""
+        """Temperature, top_p, top_k and min_p, which turn logits into a distribution.
+
+        Equal if greedy.
+        """
         if self.is_greedy:
             return 0.0, 1.0, 0, 0.0
         return self.temperature, self.top_p or 1.0, self.top_k or 0, self.min_p or 0.0

@@ -6,8 +6,9 @@ from typing import Any
 
 
 class Checked:
-    """Validates every field of a dataclass on construction; a field whose default is None may be
-    None.
+    """Validates every field of a dataclass on construction.
+
+    A field whose default is None may be None.
 
     Args:
         name: prefix of a field's name in errors.
@@ -28,8 +29,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which values a field may have: those of some classes that pass a test. True and False do not
-    count as numbers."""
+    """Which values a field may have: those of some classes that pass a test.
+
+    True and False do not count as numbers.
+    """
 
     kinds: tuple[type, ...]
     test: Callable[[Any], bool] | None = None

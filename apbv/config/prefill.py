@@ -41,8 +41,9 @@ class VideoConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Checked, name="sparse "):
-    """Settings for block-sparse attention: how blocks are selected, per query head and layer; the
-    others are skipped.
+    """Settings for block-sparse attention: how blocks are selected, per query head and layer.
+
+    The others are skipped.
 
     Attributes:
         method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
@@ -105,8 +106,9 @@ class SparseConfig(Checked, name="sparse "):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceConfig(Checked, name="reduce "):
-    """Settings for visual-token pruning: which visual tokens the language model reads; the others
-    are lost.
+    """Settings for visual-token pruning: which visual tokens the language model reads.
+
+    The others are lost.
 
     Tokens that are kept stay at their rotary positions.
 

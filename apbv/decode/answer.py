@@ -71,8 +71,10 @@ class Answer:
         return self.sampling.max_new_tokens - len(self.tokens)
 
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
-        """Return the new tokens (at least one) up to the answer's end, and whether it ends there;
-        on host 0."""
+        """Return the new tokens (at least one) up to the answer's end, and whether it ends there.
+
+        On host 0.
+        """
         num_before = len(self.tokens)
         if self.sampling.logprobs is not None:
             read_logprobs = self._arriving.popleft()
@@ -181,8 +183,9 @@ class Answer:
         return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
     def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
-        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`;
-        collective.
+        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`.
+
+        Collective.
 
         Args:
             arriving: what :meth:`Choice.fetch` returned, on the leader.
@@ -222,8 +225,9 @@ def finish_reason(
 
 
 def generate_tokens(answer: Answer) -> list[int]:
-    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``;
-    collective.
+    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``.
+
+    Collective.
 
     Returns:
         The answer's tokens.

@@ -59,8 +59,10 @@ class Member:
         return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
 
     def add(self, new: Sequence[int]) -> None:
-        """Append the next tokens, which may end the answer; :data:`~.answer.NO_TOKEN` makes it
-        fail."""
+        """Append the next tokens, which may end the answer.
+
+        :data:`~.answer.NO_TOKEN` makes it fail.
+        """
         answer = self.answer
         try:
             answer.require_token(new[-1])
@@ -167,8 +169,9 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[Member]:
-        """Decode the next token of every sequence; if some have just joined, only the first tokens
-        of these.
+        """Decode the next token of every sequence.
+
+        If some have just joined, only the first tokens of these.
 
         First tokens come from a prefill's logits, the others from a forward pass over all
         sequences. On a GPU the latter may be delivered a step late. A sequence fails alone if its
@@ -203,16 +206,20 @@ class Batch:
         return advanced
 
     def step_or_drop(self) -> None:
-        """Decode as :meth:`step`; if it fails, the youngest sequence does: its memory may be what
-        is missing."""
+        """Decode as :meth:`step`.
+
+        If it fails, the youngest sequence does: its memory may be what is missing.
+        """
         try:
             self.step()
         except Exception as error:  # whose frames, and those of its causes, hold KV
             self._members.pop().end(RuntimeError(describe_error(error)))
 
     def _advance(self) -> tuple[list[Member], TokenReader]:
-        """Queue the next work on the device; return its sequences, and a function that waits for
-        their tokens."""
+        """Queue the next work on the device.
+
+        Return its sequences, and a function that waits for their tokens.
+        """
         if self._queued is not None and not self._queued.has_any():
             self._queued = None
         if self._queued is None:
@@ -236,8 +243,9 @@ class Batch:
         return True
 
     def _queue_step(self, previous: QueuedStep | None = None) -> QueuedStep | None:
-        """Run the model on every sequence's newest token and choose the next; None if no sequence
-        needs one.
+        """Run the model on every sequence's newest token and choose the next.
+
+        None if no sequence needs one.
 
         Args:
             previous: the step whose tokens the CPU does not know yet.

@@ -73,8 +73,10 @@ class OwnKV:
             layer.make_room(count)
 
     def copy_newest(self, other: "OwnKV", count: int) -> None:
-        """Append ``count`` rows that another KV has for the same tokens of the answer; there must
-        be room."""
+        """Append ``count`` rows that another KV has for the same tokens of the answer.
+
+        There must be room.
+        """
         first = self.num_rows
         # The same token's row there: the prompts may have different lengths.
         source_first = other.num_rows + self.num_run - other.num_run

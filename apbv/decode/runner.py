@@ -280,8 +280,10 @@ class Decoder:
         self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not
-        collective."""
+        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer.
+
+        On host 0, not collective.
+        """
         newest = []
         for layer in self.cache.layers:
             start = layer.keys.shape[2] - count

@@ -202,8 +202,9 @@ class Penalties:
         drafted: Tensor | Sequence[int] = (),
         precede: Tensor | None = None,
     ) -> Tensor:
-        """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least; V' <=
-        V.
+        """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least.
+
+        V' <= V.
 
         Args:
             tokens: the answer so far.

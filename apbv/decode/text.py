@@ -54,8 +54,10 @@ class AnswerText:
         return certain
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """Return the rest, after the last token. Trailing bytes of an incomplete character are
-        dropped."""
+        """Return the rest, after the last token.
+
+        Trailing bytes of an incomplete character are dropped.
+        """
         certain = self.update(tokens)
         return certain if self.stopped else certain + self._rest()
 

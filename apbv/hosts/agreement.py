@@ -104,8 +104,10 @@ def describe_difference(
 def _names_that_differ(
     first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Return the names of the settings that differ; of settings within a setting with dots:
-    ``prefill.method``."""
+    """Return the names of the settings that differ.
+
+    Of settings within a setting with dots: ``prefill.method``.
+    """
     names = []
     for name in dict.fromkeys([*first, *other]):
         mine = first.get(name)

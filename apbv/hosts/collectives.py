@@ -81,8 +81,10 @@ class Collectives:
         return self._exchange(packed, result, begin, unpacked)
 
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor from one process to all, in place; shape and dtype are the same
-        everywhere."""
+        """Start sending a tensor from one process to all, in place.
+
+        Shape and dtype are the same everywhere.
+        """
         options = _asynchronous(BroadcastOptions())
         options.rootRank = source
 

@@ -61,8 +61,10 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return a GPU's unique identifier, valid across machines and processes; ``"cpu"`` for a
-    CPU."""
+    """Return a GPU's unique identifier, valid across machines and processes.
+
+    ``"cpu"`` for a CPU.
+    """
     if device.type != "cuda":
         return device.type
     # Of two processes, either may call the same GPU cuda:0, or each another one.

@@ -76,8 +76,10 @@ class PendingCall:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the call has returned; RuntimeError if it has not in time; else raise what it
-        raised."""
+        """Block until the call has returned.
+
+        RuntimeError if it has not in time; else raise what it raised.
+        """
         seconds = None if timeout is None else timeout.total_seconds()
         if not wait_for_futures([self._future], seconds).done:
             raise RuntimeError("the call has not returned yet")
@@ -91,8 +93,10 @@ class PendingEvent:
         self.is_completed = event.query
 
     def wait(self, timeout: timedelta = timedelta.max) -> None:
-        """Block until the GPU has come to the event; RuntimeError if it has not in time, or has
-        failed."""
+        """Block until the GPU has come to the event.
+
+        RuntimeError if it has not in time, or has failed.
+        """
         began = time.monotonic()
         while not self.is_completed():
             seconds = time.monotonic() - began
@@ -102,8 +106,9 @@ class PendingEvent:
 
 
 class FailureWatch:
-    """Starts a group's collectives and waits for them; posts this process's failures and detects
-    those of others.
+    """Starts a group's collectives and waits for them.
+
+    Posts this process's failures and detects those of others.
 
     Args:
         name: this process's name in messages.

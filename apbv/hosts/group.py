@@ -136,8 +136,9 @@ class HostGroup:
         *,
         tensor_parallel: int = 1,
     ) -> "HostGroup":
-        """Join the hosts that torchrun started; a process that torchrun did not start is a single
-        host.
+        """Join the hosts that torchrun started.
+
+        A process that torchrun did not start is a single host.
 
         If processes share a GPU, their collectives are staged through CPU memory.
 
@@ -242,8 +243,9 @@ class HostGroup:
         waits_for_work: bool = True,
         has_data: bool = True,
     ) -> "HostGroup | None":
-        """Make a group of some of these hosts, which fails independently; collective over all of
-        them.
+        """Make a group of some of these hosts, which fails independently.
+
+        Collective over all of them.
 
         A heartbeat in one of these groups counts in all of them.
 
@@ -307,8 +309,10 @@ class HostGroup:
         return Moment(self.clock(), record_event(self.device) if is_on_gpu else None)
 
     def seconds_at(self, moments: Sequence[Moment]) -> list[float]:
-        """Return when moments were by :meth:`clock`; waits until the GPU has come to all of
-        them."""
+        """Return when moments were by :meth:`clock`.
+
+        Waits until the GPU has come to all of them.
+        """
         events = [moment.event for moment in moments if moment.event is not None]
         if not events:
             return [moment.seconds for moment in moments]
@@ -338,8 +342,9 @@ class HostGroup:
         return f"host {host}"
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same
-        everywhere.
+        """Start sending a tensor in CPU memory from one host to all.
+
+        Shape and dtype are the same everywhere.
 
         The result is the tensor. On the source it completes when all hosts take part.
         """
@@ -352,8 +357,10 @@ class HostGroup:
         return self._control.broadcast(tensor, source).then(count)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values``
-        matter."""
+        """Broadcast ``count`` 64-bit integers from the leader.
+
+        Only the leader's ``values`` matter.
+        """
         if self.num_processes == 1:  # every token is broadcast so
             return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
@@ -404,8 +411,9 @@ class HostGroup:
             agreement.content(what, value)
 
     def require_same_on_ranks(self, what: str, value: bytes) -> None:
-        """Check that each process holds the value of host 0's process of the same TP rank;
-        collective.
+        """Check that each process holds the value of host 0's process of the same TP rank.
+
+        Collective.
 
         Raises:
             HostError: the values differ; raised on every process.
@@ -420,13 +428,17 @@ class HostGroup:
                 )
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
-        """Start gathering a small tensor in CPU memory from every process; the result is
-        ``[H * T, *shape]``."""
+        """Start gathering a small tensor in CPU memory from every process.
+
+        The result is ``[H * T, *shape]``.
+        """
         return self._control.all_gather(tensor)
 
     def on_device(self) -> AbstractContextManager:
-        """Return a context in which this host's GPU is the thread's current one; without a GPU it
-        does nothing."""
+        """Return a context in which this host's GPU is the thread's current one.
+
+        Without a GPU it does nothing.
+        """
         return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
 
     def working(self, stage: str) -> AbstractContextManager:
@@ -435,8 +447,9 @@ class HostGroup:
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[Agreement]:
-        """Run a stage without collectives; at its end all hosts raise, or none does. Every host
-        must enter it.
+        """Run a stage without collectives.
+
+        At its end all hosts raise, or none does. Every host must enter it.
 
         A host that failed raises its own error, the others a HostError that quotes it. In what the
         context yields the stage names what must be the same on every process.
@@ -497,8 +510,10 @@ class HostGroup:
         return self._groups.data if self._groups.is_known else None
 
     def all_gather(self, tensor: Tensor) -> Exchange:
-        """Start gathering one tensor of the same shape from every host; the result is
-        ``[H, *shape]``."""
+        """Start gathering one tensor of the same shape from every host.
+
+        The result is ``[H, *shape]``.
+        """
         tensor = tensor.contiguous()
         self.bytes_received += (self.size - 1) * tensor.nbytes
         return self._data.all_gather(tensor)
@@ -566,8 +581,10 @@ class HostGroup:
         return self.all_to_all(tensors, shapes).then(lambda received: received[before])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Send one host's tensor to every host, in place; shape and dtype are the same
-        everywhere."""
+        """Send one host's tensor to every host, in place.
+
+        Shape and dtype are the same everywhere.
+        """
         if self.size > 1:
             self._data.broadcast(tensor, source).wait()
             if self.rank != source:

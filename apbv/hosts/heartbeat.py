@@ -128,8 +128,10 @@ class Patience:
         self.last_heard = ""
 
     def hear(self, count: int, work: str) -> None:
-        """Process the result of :meth:`Heartbeat.heard`. Heartbeats from before this wait do not
-        count."""
+        """Process the result of :meth:`Heartbeat.heard`.
+
+        Heartbeats from before this wait do not count.
+        """
         if self._count not in (None, count):
             self._heard = time.monotonic()
             self.last_heard = work

@@ -76,8 +76,9 @@ class ProcessGroups:
         tensor_parallel: int,
         timeout: float,
     ) -> "ProcessGroups":
-        """Make the data groups, with each T successive processes one host; collective over all of
-        them.
+        """Make the data groups, with each T successive processes one host.
+
+        Collective over all of them.
 
         It takes as long as the slowest process.
 
@@ -133,8 +134,9 @@ class ProcessGroups:
     def of_some(
         self, hosts: Sequence[int], timeout: float, has_data: bool
     ) -> "ProcessGroups | None":
-        """Make groups of some hosts; collective over all, of which the others, and one alone, get
-        None.
+        """Make groups of some hosts.
+
+        Collective over all, of which the others, and one alone, get None.
 
         Operations that are not waited for may take a day.
         """
@@ -169,8 +171,10 @@ class ProcessGroups:
 
 
 def _can_use_nccl(places: Sequence[Place]) -> bool:
-    """Return whether NCCL can connect processes: it rejects two on one GPU. A single one needs no
-    connection."""
+    """Return whether NCCL can connect processes: it rejects two on one GPU.
+
+    A single one needs no connection.
+    """
     devices = [place.device for place in places]
     return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
 
@@ -285,8 +289,9 @@ for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
 
 
 def join_world(timeout: float) -> bool:
-    """Initialise torch.distributed from the environment that torchrun sets; False if the caller has
-    done so.
+    """Initialise torch.distributed from the environment that torchrun sets.
+
+    False if the caller has done so.
 
     All processes can then exchange CPU memory; groups for GPU memory are made once the devices are
     known.

@@ -23,8 +23,9 @@ GROWTH_ROWS = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """Cache layer that appends KV in place; transformers' own layer copies all of its KV for every
-    token.
+    """Cache layer that appends KV in place.
+
+    Transformers' own layer copies all of its KV for every token.
 
     Attributes:
         buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows
@@ -128,8 +129,10 @@ def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
 
 
 def appending_in_place(cache: DynamicCache) -> DynamicCache:
-    """Make a cache append in place from now on, and return it; its current tensors are not
-    modified."""
+    """Make a cache append in place from now on, and return it.
+
+    Its current tensors are not modified.
+    """
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, GrowingLayer):
             cache.layers[index] = GrowingLayer()
@@ -338,8 +341,9 @@ class ShardedCache(Cache):
     def gather_behind_each(
         self, attention: Callable[..., Tensor], hosts: HostGroup
     ) -> Callable[..., Tensor]:
-        """Wrap an attention so that each layer's KV is then sent to its home; :meth:`gather` waits
-        for the last.
+        """Wrap an attention so that each layer's KV is then sent to its home.
+
+        :meth:`gather` waits for the last.
 
         For one forward pass over all layers, on every host. The transfer overlaps with the layers'
         MLPs, when there is no other communication.
