@@ -57,10 +57,15 @@ class Communicators:
 
     def error(self) -> str:
         """Return the NCCL watchdog's error; an empty string if there is none."""
-        # A backend may lack it; the group's timeout then reveals the failure.
-        asked = [getattr(backend, "get_error", None) for backend in self._backends]
-        errors = [ask().name for ask in asked if ask is not None]
-        return next((f"NCCL reports {error}" for error in errors if error != "SUCCESS"), "")
+        for backend in self._backends:
+            # A backend may lack it; the group's timeout then reveals the failure.
+            get_error = getattr(backend, "get_error", None)
+            if get_error is None:
+                continue
+            error = get_error().name
+            if error != "SUCCESS":
+                return f"NCCL reports {error}"
+        return ""
 
     def abort(self, seconds: float) -> None:
         """Abort collectives in flight, on the GPU too; wait for that at most ``seconds``."""

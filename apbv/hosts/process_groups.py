@@ -90,46 +90,65 @@ class ProcessGroups:
         Raises:
             ValueError: TP ranks of a host share a GPU.
         """
-        size = group.size()
         limit = _exchange_limit(timeout)
-        host, member = divmod(group.rank(), tensor_parallel)
         on_cpu = all(place.device == "cpu" for place in places)
-        for first in range(0, size, tensor_parallel):
+        can_use_nccl = not on_cpu and _can_use_nccl(places)
+        for first in range(0, group.size(), tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
                     "processes: each needs its own GPU, and NCCL"
                 )
-        is_staged = not on_cpu and not _can_use_nccl(places)
-        has_nccl = not on_cpu and not is_staged
-        data = None
-        members = None
         founder = _Founder(self.control, self.made)
-        if tensor_parallel == 1 and size > 1 and on_cpu:
-            data = self.control
-        elif (
-            tensor_parallel == 1
-            and size > 1
-            and has_nccl
-            and "nccl" in dist.get_backend_config(group)
-        ):
-            data = group
-        elif size > tensor_parallel:
-            # Not the control group: staged data is sent from a thread, and statuses by others.
-            backend, known_in = (_NCCL, group) if has_nccl else (_GLOO, None)
-            data = founder.found(
-                "data", range(member, size, tensor_parallel), backend, limit, known_in
-            )
+        data = self._data_group(founder, group, on_cpu, can_use_nccl, tensor_parallel, limit)
+        members = None
         if tensor_parallel > 1:
             # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does
             # not wait.
-            same_host = range(host * tensor_parallel, (host + 1) * tensor_parallel)
-            members = founder.found(
-                "members", same_host, _POLLED if on_cpu else _NCCL, limit, known_in=group
-            )
-        nccl = () if on_cpu else (data if has_nccl else None, members)
-        nccl = tuple(found for found in nccl if found is not None)
-        return ProcessGroups(data, self.control, members, nccl, is_staged, not is_staged, self.made)
+            first = group.rank() // tensor_parallel * tensor_parallel
+            same_host = range(first, first + tensor_parallel)
+            backend = _POLLED if on_cpu else _NCCL
+            members = founder.found("members", same_host, backend, limit, known_in=group)
+
+        nccl = []
+        if can_use_nccl and data is not None:
+            nccl.append(data)
+        if not on_cpu and members is not None:
+            nccl.append(members)
+        is_staged = not on_cpu and not can_use_nccl
+        return ProcessGroups(
+            data,
+            self.control,
+            members,
+            tuple(nccl),
+            is_staged=is_staged,
+            is_known=not is_staged,
+            made=self.made,
+        )
+
+    def _data_group(
+        self,
+        founder: "_Founder",
+        group: dist.ProcessGroup,
+        on_cpu: bool,
+        can_use_nccl: bool,
+        tensor_parallel: int,
+        limit: timedelta,
+    ) -> dist.ProcessGroup | None:
+        """Return the group of the processes with this TP rank on all hosts; None for one host."""
+        size = group.size()
+        if size == tensor_parallel:
+            return None
+        if tensor_parallel == 1:
+            if on_cpu:
+                return self.control
+            if can_use_nccl and "nccl" in dist.get_backend_config(group):
+                return group
+        same_member = range(group.rank() % tensor_parallel, size, tensor_parallel)
+        if can_use_nccl:
+            return founder.found("data", same_member, _NCCL, limit, known_in=group)
+        # Not the control group: staged data is sent from a thread, and statuses by others.
+        return founder.found("data", same_member, _GLOO, limit)
 
     def of_some(
         self, hosts: Sequence[int], timeout: float, has_data: bool
@@ -175,8 +194,10 @@ def _can_use_nccl(places: Sequence[Place]) -> bool:
 
     A single one needs no connection.
     """
-    devices = [place.device for place in places]
-    return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
+    if len(places) == 1:
+        return True
+    have_nccl = all(place.has_nccl for place in places)
+    return have_nccl and not sharing([place.device for place in places])
 
 
 class _Founder:
@@ -229,11 +250,6 @@ class _Founder:
             made._set_group_desc(description)
         else:
             ranks = dist.get_process_group_ranks(known_in)
-            options = {
-                "pg_options": place,
-                "use_local_synchronization": True,
-                "group_desc": description,
-            }
             # If the caller bound all processes to their devices, torch would split the new
             # communicator from theirs. Then all would have to take part, and the members would wait
             # for the others for ever.
@@ -242,7 +258,12 @@ class _Founder:
             world.bound_device_id = None
             try:
                 made = dist.new_group(
-                    [ranks[member] for member in members], limit, backend, **options
+                    [ranks[member] for member in members],
+                    limit,
+                    backend,
+                    pg_options=place,
+                    use_local_synchronization=True,
+                    group_desc=description,
                 )
             finally:
                 world.bound_device_id = device
