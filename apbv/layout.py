@@ -5,7 +5,6 @@ A run of consecutive token positions is a ``range`` with step 1.
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 # The shortest default anchor and passing block of a prompt that is split: with shorter ones a
 # pretrained model's answers were less accurate (docs/accuracy.md).
@@ -21,11 +20,17 @@ class LayoutError(ValueError):
 
 
 def split_evenly(items: range, num_runs: int) -> list[range]:
-    """Cut a run into consecutive runs whose lengths differ by at most one, longer ones first (Eq.
-    6)."""
-    base, longer = divmod(len(items), num_runs)
-    starts = [items.start + place * base + min(place, longer) for place in range(num_runs + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
+    """Cut a run into runs whose lengths differ by at most one, longer ones first (Eq. 6)."""
+    length, num_longer = divmod(len(items), num_runs)
+    runs = []
+    start = items.start
+    for number in range(num_runs):
+        stop = start + length
+        if number < num_longer:
+            stop += 1
+        runs.append(range(start, stop))
+        start = stop
+    return runs
 
 
 def intersect(a: range, b: range) -> range:
@@ -36,8 +41,7 @@ def intersect(a: range, b: range) -> range:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """A ContextLayout splits n prompt tokens over H hosts:
-    ``[anchor | context block 0 .. V-1 | query]``.
+    """Splits n prompt tokens over H hosts: ``[anchor | context block 0 .. V-1 | query]``.
 
     With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H
     and host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of
@@ -81,7 +85,7 @@ class ContextLayout:
         """The host that alone computes the prompt's last token; None if every host does."""
         if not self.is_split:
             return 0
-        if len(self.query):
+        if len(self.query) > 0:
             return None
         return 0 if self.zigzag else self.num_hosts - 1
 
@@ -91,11 +95,16 @@ class ContextLayout:
         return len(self.blocks) == 2 * self.num_hosts
 
     def virtual_hosts(self, host: int) -> tuple[int, ...]:
-        """Return the virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,)
-        without."""
+        """Return a host's virtual hosts in token order: (h, 2H-1-h) with zigzag, (h,) without."""
         if not self.is_split:
             return ()
-        return (host, len(self.blocks) - 1 - host) if self.zigzag else (host,)
+        if self.zigzag:
+            return (host, len(self.blocks) - 1 - host)
+        return (host,)
+
+    def blocks_of(self, host: int) -> tuple[range, ...]:
+        """Return the tokens of a host's blocks, in token order."""
+        return tuple(self.blocks[virtual_host] for virtual_host in self.virtual_hosts(host))
 
     def num_passed(self, virtual_host: int) -> int:
         """Return k_v, how many KV pairs a virtual host's block passes on, per layer and KV head."""
@@ -104,7 +113,7 @@ class ContextLayout:
     @property
     def longest_block(self) -> int:
         """The tokens of the longest block; 0 without blocks."""
-        return max(map(len, self.blocks), default=0)
+        return max((len(block) for block in self.blocks), default=0)
 
     @property
     def max_passed(self) -> int:
@@ -127,52 +136,65 @@ class ContextLayout:
 
     @property
     def passes_all(self) -> bool:
-        """Whether l_p is at least a block, and the anchor no copy: such blocks make up full
-        attention."""
+        """Whether blocks pass on everything, which is full attention unless the anchor is a copy.
+
+        l_p is at least a block then, and the anchor no copy.
+        """
         return self.passing_len >= self.longest_block and not self.anchor_copy
 
     @property
     def anchor_len(self) -> int:
         """l_a, the anchor tokens that every host computes."""
-        return sum(map(len, self.anchor_copy or (self.anchor,)))
+        return sum(len(span) for span in self._computed_anchor)
+
+    @property
+    def _computed_anchor(self) -> tuple[range, ...]:
+        """The tokens of the anchor that every host computes: the anchor, or its copy."""
+        return self.anchor_copy or (self.anchor,)
 
     def anchor_slice(self, host: int) -> range:
-        """Return the slice of the anchor that a host shows to the query (Appendix B.2) and
-        caches."""
+        """Return the slice of the anchor that a host attends the query to (App. B.2) and caches."""
         return split_evenly(self.anchor, self.num_hosts)[host]
 
     def local_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens that a host computes: anchor, its blocks, query; in token order, but
-        for a copy."""
+        """Return the tokens that a host computes: anchor, its blocks, query.
+
+        They are in token order, but for a copy.
+        """
         if not self.is_split:
             return (self.query,) if host == 0 else ()
-        anchor = self.anchor_copy or (self.anchor,)
-        return (*anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
+        return (*self._computed_anchor, *self.blocks_of(host), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs
-        once."""
+        """Return the tokens whose KV a host keeps, in token order.
+
+        Over all hosts each token occurs once.
+        """
         if not self.is_split:
             return (self.query,) if host == 0 else ()
-        spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
-        return (*spans, self.query) if host == 0 else spans
+        spans = (self.anchor_slice(host), *self.blocks_of(host))
+        if host == 0:
+            return (*spans, self.query)
+        return spans
 
     def block_rows(self, host: int) -> tuple[range, ...]:
         """Return where the blocks of a host, and then the query, lie among its local tokens."""
         rows = []
         start = self.anchor_len
-        for span in (*(self.blocks[v] for v in self.virtual_hosts(host)), self.query):
+        for span in (*self.blocks_of(host), self.query):
             rows.append(range(start, start + len(span)))
             start += len(span)
         return tuple(rows)
 
     def cache_rows(self, host: int) -> tuple[range, ...]:
-        """Return where the tokens of :meth:`cache_spans` lie among its local tokens, span by
-        span."""
+        """Return where the tokens of :meth:`cache_spans` lie among the local tokens, by span."""
         if not self.is_split:
             return self.cache_spans(host)
-        rows = self.block_rows(host)
-        return (self.anchor_slice(host), *(rows if host == 0 else rows[:-1]))
+        *block_rows, query_rows = self.block_rows(host)
+        rows = (self.anchor_slice(host), *block_rows)
+        if host == 0:
+            return (*rows, query_rows)
+        return rows
 
 
 def plan_layout(
@@ -206,7 +228,7 @@ def plan_layout(
         token.
 
     Raises:
-        LayoutError: the query is empty, or an anchor length that was asked for leaves no context.
+        LayoutError: the query is empty, or a given anchor length leaves no context.
     """
     if not 0 <= context_start <= query_start < num_tokens:
         raise LayoutError(
@@ -222,8 +244,12 @@ def plan_layout(
     if anchor_len is None:
         anchor_len = default_anchor_len(num_tokens)
     if passing_len is None:
-        passing_len = max(FEWEST_PASSING, -(-num_tokens // (128 if zigzag else 64)))
-    anchor = range(0, max(context_start, anchor_len) if anchor_len else 0)
+        divisor = 128 if zigzag else 64
+        passing_len = max(FEWEST_PASSING, -(-num_tokens // divisor))
+    if anchor_len == 0:
+        anchor = range(0)
+    else:
+        anchor = range(max(context_start, anchor_len))
     num_blocks = num_hosts * (2 if zigzag else 1)
     if query_start - anchor.stop < num_blocks:
         return single_host_layout(num_hosts, num_tokens)
@@ -238,33 +264,32 @@ def plan_layout(
 
 
 def default_anchor_len(num_tokens: int) -> int:
-    """Return l_a of a prompt of n tokens where none is asked for."""
+    """Return the default l_a of a prompt of n tokens."""
     return min(max(FEWEST_ANCHOR, -(-num_tokens // 64)), num_tokens // 4)
 
 
 def with_question_in_anchor(
     layout: ContextLayout, context_start: int, anchor_len: int | None
 ) -> ContextLayout:
-    """Give a layout without an anchor APB's own: a copy of the prompt's start with the question in
-    front.
+    """Give a layout APB's anchor: a copy of the prompt's start with the question in front.
 
     The copy is the prefix, the question, and then the start of the context. A single block needs
     none.
 
     Args:
         layout: what :func:`plan_layout` returns for ``anchor_len=0``.
-        context_start: as for :func:`plan_layout`.
-        anchor_len: l_a, the copy's tokens; at least prefix and question are copied. None: as
-            :func:`plan_layout`.
+        context_start: see :func:`plan_layout`.
+        anchor_len: l_a, the copy's tokens; at least prefix and question are copied. None: the
+            default of :func:`plan_layout`.
     """
     if len(layout.blocks) < 2:
         return layout
     if anchor_len is None:
         anchor_len = default_anchor_len(layout.num_tokens)
     stop = min(max(context_start, anchor_len - len(layout.query)), layout.query.start)
-    return replace(
-        layout, anchor_copy=(range(context_start), layout.query, range(context_start, stop))
-    )
+    prefix = range(context_start)
+    start_of_context = range(context_start, stop)
+    return replace(layout, anchor_copy=(prefix, layout.query, start_of_context))
 
 
 def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextLayout:
@@ -280,8 +305,7 @@ def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextL
 
 
 def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLayout:
-    """Cut the context into Star Attention's H equal blocks, the first of which is every host's
-    anchor.
+    """Cut the context into Star Attention's H equal blocks; the first is every host's anchor.
 
     The layout has no blocks where there are too few tokens to give every block one.
 

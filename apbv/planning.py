@@ -30,20 +30,22 @@ from .model.quantization import quantization_of
 from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
-from .prefilling.methods import METHODS, resolve_method
+from .prefilling.methods import METHODS, PrefillMethod, resolve_method
 from .prefilling.reduction.pruning import require_usable
 from .refusals import refuse
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
-# Tokens of a chat before the video, and of a question after it; and those before each temporal
-# patch but the first: "<1234.5 seconds>", ",Time 1234.5s:" or "Frame123:", and what marks frames.
+# Tokens of a chat before the video, and of a question after it.
 _TOKENS_BEFORE = 16
 _TOKENS_BEHIND = 64
+# Tokens before each temporal patch but the first, by model family: "<1234.5 seconds>",
+# ",Time 1234.5s:" or "Frame123:", and marks of frames.
 _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not
 # measured.
 _GPU_OVERHEAD = 2**30
+# Numbers of frames or tokens below this are tried, to find the largest that fits.
 _MOST_SEARCHED = 2**24
 # Maximum number of copies of the embeddings while a reduction selects among them.
 _COPIES_TO_CHOOSE = 3
@@ -57,7 +59,7 @@ class Plan:
         model: its name.
         method, kv: the method that would run, and where it would place the KV.
         num_tokens: the prompt's tokens, before pruning.
-        num_visual_tokens: those of them that stand for the video.
+        num_visual_tokens: the tokens among these that stand for the video.
         num_left: about how many tokens the language model reads.
         layout: how the language model's tokens are split over the hosts.
         weights: of the model, on one process.
@@ -95,42 +97,43 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """What is known to cost accuracy with these lengths of anchor and passing blocks; None:
-        nothing."""
+        """Known loss of accuracy with these anchor and passing lengths; None: none is known."""
         return METHODS[self.method].warning(self.layout)
 
     def __str__(self) -> str:
         busiest = self.needed.index(max(self.needed))
-        left = f"; about {self.num_left:,} are left" if self.num_left < self.num_tokens else ""
         num_hosts = len(self.hosts)
         hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
+        prompt = f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual"
+        if self.num_left < self.num_tokens:
+            prompt += f"; about {self.num_left:,} are left"
         lines = {
             "model": self.model,
             "method": f"{self.method} on {hosts}, KV {self.kv}",
-            "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them "
-            f"visual{left}",
+            "prompt": prompt,
         }
-        if self.layout.is_split:
-            lengths = (
-                f"anchor {self.layout.anchor_len:,}, passing {self.layout.max_passed:,} tokens"
-            )
+        layout = self.layout
+        if layout.is_split:
             lines["split"] = (
-                f"{len(self.layout.blocks)} blocks of {self.layout.longest_block:,} tokens, "
-                f"{lengths}"
+                f"{len(layout.blocks)} blocks of {layout.longest_block:,} tokens, anchor "
+                f"{layout.anchor_len:,}, passing {layout.max_passed:,} tokens"
             )
         if self.warning is not None:
             lines["warning"] = self.warning
+
         lines[f"memory on host {busiest}"] = "about"
         sizes = {"weights": self.weights, "draft": self.draft, "device's libraries": self.overhead}
         for stage, parts in self.hosts[busiest].stages.items():
-            sizes |= {
-                stage: sum(parts.values()),
-                **{f"  {name}": size for name, size in parts.items()},
-            }
-        lines |= {f"  {name}": _readable(size) for name, size in sizes.items() if size}
-        lines["needed"] = (
-            f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"
-        )
+            sizes[stage] = sum(parts.values())
+            for name, size in parts.items():
+                sizes[f"  {name}"] = size
+        for name, size in sizes.items():
+            if size:
+                lines[f"  {name}"] = _readable(size)
+
+        needed = _readable(max(self.needed))
+        available = _readable(self.device_memory).strip()
+        lines["needed"] = f"  {needed} of {available}"
         lines["fits"] = "yes" if self.fits else "no"
         unit = "frames" if self.num_visual_tokens else "tokens"
         lines[f"{unit} that fit"] = (
@@ -181,104 +184,233 @@ def plan(
         raise ValueError(
             f"{prefill.reduce.method} prunes visual tokens: give the frames of a video"
         )
-    counts = {
-        "num_frames": num_frames,
-        "tokens": tokens,
-        "hosts": hosts,
-        "tensor_parallel": tensor_parallel,
-    }
-    for name, count in counts.items():
-        if count is not None and not (type(count) is int and count >= 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
+    _require_positive(
+        num_frames=num_frames, tokens=tokens, hosts=hosts, tensor_parallel=tensor_parallel
+    )
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config, None)
     if tensor_parallel > 1:
         require_divisible(config, tensor_parallel)
-    device, itemsize = choose_device(), _itemsize(config, dtype)
+    itemsize = _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
     refuse(
         hybrid=hybrid_family(config),
         drafting=None if speculate is None else speculate.strategy,
     )
+    device = choose_device()
     if device_memory is None:
-        device_memory = free_memory_bytes(device) // (
-            1 if device.type == "cuda" else hosts * tensor_parallel
-        )
-    height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
+        num_processes = 1 if device.type == "cuda" else hosts * tensor_parallel
+        device_memory = free_memory_bytes(device) // num_processes
+    frame_shape = parse_resolution(resolution) if isinstance(resolution, str) else resolution
     refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1)
-    weights = weight_bytes(config, itemsize, device, tensor_parallel)
-    draft_of = _draft(speculate, dtype)
-    method = resolve_method(prefill, hosts)
-    ratio = 1.0 if prefill.reduce is None else prefill.reduce.ratio
-    of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
-    of_model["by_layer"] = method.gathers_by_layer(prefill)
+    planner = _Planner(
+        name=name,
+        config=config,
+        processor=processor,
+        sizes=sizes,
+        frame_shape=None if num_frames is None else frame_shape,
+        num_hosts=hosts,
+        tensor_parallel=tensor_parallel,
+        prefill=prefill,
+        method=resolve_method(prefill, hosts),
+        draft=_draft_memory(speculate, dtype),
+        weights=weight_bytes(config, itemsize, device, tensor_parallel),
+        itemsize=itemsize,
+        device=device,
+        device_memory=device_memory,
+    )
+    planned = planner.plan(tokens if num_frames is None else num_frames)
+    return replace(planned, most=planner.find_most())
 
-    def of(count: int) -> Plan:
+
+def _require_positive(**counts: int | None) -> None:
+    """Raise ValueError for a count that is not a whole number of at least 1; None is allowed."""
+    for name, count in counts.items():
+        if count is not None and not (type(count) is int and count >= 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Estimated size of a prompt.
+
+    Attributes:
+        num_tokens: all tokens.
+        num_visual: the visual tokens.
+        context: the tokens from the first visual one to the last; of a text, all but the query.
+        chunk_bytes: of the frames, pixels and activations that are encoded at a time.
+        num_encoded: the copies of embeddings that a host has while a reduction selects among them,
+            in tokens.
+    """
+
+    num_tokens: int
+    num_visual: int
+    context: range
+    chunk_bytes: int = 0
+    num_encoded: int = 0
+
+
+@dataclass(frozen=True)
+class _DraftMemory:
+    """Memory of a draft model.
+
+    Attributes:
+        settings: how much of the prompt it reads.
+        weights: of its weights, in bytes.
+        token_bytes: of a token's KV.
+    """
+
+    settings: SpeculativeConfig
+    weights: int
+    token_bytes: int
+
+    def of_prompt(self, num_tokens: int, num_visual: int) -> int:
+        """Return the bytes of the weights, and of the KV of a prompt with these tokens."""
+        settings = self.settings
+        if prunes(settings) and settings.prune == "prompt":
+            num_kept = settings.keep_tokens
+            if not num_kept:
+                num_text = num_tokens - num_visual
+                num_kept = num_text + round(num_visual * (settings.keep_ratio or 0))
+            num_tokens = min(num_tokens, num_kept)
+        return self.weights + self.token_bytes * num_tokens
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Plans prompts of any length for one model and configuration.
+
+    Attributes:
+        name, config, processor: the model's, as :func:`_describe` returns them.
+        sizes: of the model's decoder.
+        frame_shape: height and width of the video's frames, in pixels; None: prompts are texts.
+        num_hosts: H.
+        tensor_parallel: T.
+        prefill: how prompts are prefilled.
+        method: the method that runs.
+        draft: the draft model's memory; None without a draft model.
+        weights: of the model, on one process, in bytes.
+        itemsize: bytes per number of weights and KV.
+        device: the kind of device.
+        device_memory: bytes available to each process.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    processor: Any
+    sizes: DecoderSizes
+    frame_shape: tuple[int, int] | None
+    num_hosts: int
+    tensor_parallel: int
+    prefill: PrefillConfig
+    method: type[PrefillMethod]
+    draft: _DraftMemory | None
+    weights: int
+    itemsize: int
+    device: torch.device
+    device_memory: int
+
+    @property
+    def _ratio(self) -> float:
+        """The share of visual tokens that the language model reads."""
+        return 1.0 if self.prefill.reduce is None else self.prefill.reduce.ratio
+
+    def plan(self, count: int) -> Plan:
         """Plan for a number of frames, or of tokens of a text."""
-        num_tokens, num_visual, start, stop = count, 0, 0, max(count - prefill.query_len, 0)
-        chunk = num_encoded = 0
-        if num_frames is not None:
-            video = video_size(config, count, height, width, processor)
-            num_visual = video.num_rows
-            start = _TOKENS_BEFORE
-            stop = start + num_visual + video.num_text_tokens
-            num_tokens = stop + _TOKENS_BEHIND
-            share = ceil(video.num_patches / (hosts if prefill.frame_parallel else 1))
-            held = FRAME_COPIES * 3 * height * width * count + PIXEL_COPIES * video.pixel_bytes
-            patch = held // video.num_patches
-            most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)
-            chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
-            if ratio < 1:
-                num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
-        num_left = (
-            num_tokens - num_visual + max(1, round(num_visual * ratio))
-            if num_visual
-            else num_tokens
+        prompt = self._text(count) if self.frame_shape is None else self._video(count)
+
+        # After a reduction the prompt is shorter.
+        num_left = prompt.num_tokens
+        if prompt.num_visual:
+            num_visual_left = max(1, round(prompt.num_visual * self._ratio))
+            num_left = prompt.num_tokens - prompt.num_visual + num_visual_left
+        context_stop = prompt.context.stop - (prompt.num_tokens - num_left)
+        context = range(prompt.context.start, context_stop)
+        layout = self.method.plan(
+            self.num_hosts, num_left, context.start, context.stop, self.prefill
         )
-        stop -= num_tokens - num_left
-        layout = method.plan(hosts, num_left, start, stop, prefill)
-        visual = range(start, stop) if num_visual else range(0)
-        memory = [
-            host_memory(
-                sizes,
+
+        memory = []
+        for host in range(self.num_hosts):
+            of_host = host_memory(
+                self.sizes,
                 layout,
                 host,
-                prefill.kv,
-                visual=visual,
-                num_encoded=num_encoded,
-                encodes_all=not prefill.frame_parallel,
-                chunk=chunk,
-                **of_model,
+                self.prefill.kv,
+                itemsize=self.itemsize,
+                device=self.device,
+                tensor_parallel=self.tensor_parallel,
+                by_layer=self.method.gathers_by_layer(self.prefill),
+                visual=context if prompt.num_visual else range(0),
+                num_encoded=prompt.num_encoded,
+                encodes_all=not self.prefill.frame_parallel,
+                chunk=prompt.chunk_bytes,
             )
-            for host in range(hosts)
-        ]
+            memory.append(of_host)
+        draft = 0
+        if self.draft is not None:
+            draft = self.draft.of_prompt(prompt.num_tokens, prompt.num_visual)
         return Plan(
-            model=name,
-            method=method.name,
-            kv=prefill.kv,
-            num_tokens=num_tokens,
-            num_visual_tokens=num_visual,
+            model=self.name,
+            method=self.method.name,
+            kv=self.prefill.kv,
+            num_tokens=prompt.num_tokens,
+            num_visual_tokens=prompt.num_visual,
             num_left=num_left,
             layout=layout,
-            weights=weights,
-            draft=draft_of(num_tokens, num_visual),
-            overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,
+            weights=self.weights,
+            draft=draft,
+            overhead=_GPU_OVERHEAD if self.device.type == "cuda" else 0,
             hosts=tuple(memory),
-            device_memory=device_memory,
+            device_memory=self.device_memory,
         )
 
-    def is_too_much(count: int) -> bool:
+    def find_most(self) -> int | None:
+        """Return the most frames, or tokens of a text, that fit; None: more than are tried."""
+        counts = range(1, _MOST_SEARCHED)
+        # Counts that fit come before those that don't, and bisect finds where they end.
+        num_that_fit = bisect(counts, False, key=self._is_too_much)
+        return None if num_that_fit == len(counts) else num_that_fit
+
+    def _is_too_much(self, count: int) -> bool:
         try:
-            return not of(count).fits
+            return not self.plan(count).fits
         except _TooManyFramesError:
             return True
-        except LayoutError:  # too short for the lengths that were asked for
+        except LayoutError:  # too short for the requested lengths
             return False
 
-    planned = of(num_frames or tokens)
-    counts = range(1, _MOST_SEARCHED)
-    most = bisect(counts, False, key=is_too_much)
-    return replace(planned, most=None if most == len(counts) else most)
+    def _text(self, num_tokens: int) -> _Prompt:
+        """Estimate a text."""
+        context = range(max(num_tokens - self.prefill.query_len, 0))
+        return _Prompt(num_tokens, 0, context)
+
+    def _video(self, num_frames: int) -> _Prompt:
+        """Estimate a video with a question."""
+        height, width = self.frame_shape
+        video = video_size(self.config, num_frames, height, width, self.processor)
+        context_stop = _TOKENS_BEFORE + video.num_rows + video.num_text_tokens
+
+        # A host encodes its share of the temporal patches, chunk by chunk.
+        num_encoders = self.num_hosts if self.prefill.frame_parallel else 1
+        share = ceil(video.num_patches / num_encoders)
+        frame_bytes = FRAME_COPIES * 3 * height * width * num_frames
+        pixel_bytes = PIXEL_COPIES * video.pixel_bytes
+        patch_bytes = (frame_bytes + pixel_bytes) // video.num_patches
+        limit = self.prefill.video.chunk_bytes or chunk_bytes_within(self.device_memory)
+        patches_per_chunk = most_in_a_chunk(share * patch_bytes, patch_bytes, limit) // patch_bytes
+        chunk_bytes = patch_bytes * min(share, max(1, patches_per_chunk))
+
+        num_encoded = 0
+        if self._ratio < 1:
+            num_encoded = _COPIES_TO_CHOOSE * ceil(video.num_rows * share / video.num_patches)
+        return _Prompt(
+            num_tokens=context_stop + _TOKENS_BEHIND,
+            num_visual=video.num_rows,
+            context=range(_TOKENS_BEFORE, context_stop),
+            chunk_bytes=chunk_bytes,
+            num_encoded=num_encoded,
+        )
 
 
 def parse_resolution(text: str) -> tuple[int, int]:
@@ -287,12 +419,13 @@ def parse_resolution(text: str) -> tuple[int, int]:
     Raises:
         ValueError: the text is neither.
     """
-    found = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
+    if match is None:
         raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
-    height = int(found[1])
-    width = found[2]
-    return height, 2 * round(height * 8 / 9) if width is None else int(width)
+    height = int(match[1])
+    if match[2] is not None:
+        return height, int(match[2])
+    return height, 2 * round(height * 8 / 9)
 
 
 class _TooManyFramesError(ValueError):
@@ -319,8 +452,9 @@ class VideoSize(NamedTuple):
 def video_size(
     config: PreTrainedConfig, num_frames: int, height: int, width: int, processor: Any
 ) -> VideoSize:
-    """Compute a video's size by the arithmetic of the model's own video processor, on tensors
-    without storage.
+    """Compute a video's size.
+
+    This is the arithmetic of the model's own video processor, on tensors without storage.
 
     Args:
         config: the whole model's.
@@ -342,19 +476,18 @@ def video_size(
             f"a video plan needs the processor of the {config.model_type} model, not only its "
             "config"
         )
-    told = num_frames_told(
+    num_frames_read = num_frames_told(
         prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
     )
-    frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
-    # What VideoLLaMA 3's leaves out is not known without pixels: it is counted, too.
-    options = (
-        {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
-    )
+    frames = torch.empty(num_frames_read, 3, height, width, dtype=torch.uint8, device="meta")
+    options = {}
+    if hasattr(processor, "use_token_compression"):
+        # The tokens that VideoLLaMA 3's leaves out are not known without pixels: all are counted.
+        options["use_token_compression"] = False
     try:
         batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
-    except (
-        ZeroDivisionError
-    ) as error:  # VideoLLaMA 3's shares out a number of pixels among the frames
+    except ZeroDivisionError as error:
+        # VideoLLaMA 3's shares a number of pixels out among the frames.
         raise _TooManyFramesError(
             f"the video processor of the {config.model_type} model leaves no pixel for each of "
             f"{num_frames:,} frames"
@@ -364,44 +497,41 @@ def video_size(
     num_patches = pixels.shape[1]
     if "video_grid_thw" in batch:
         num_patches, *sides = batch["video_grid_thw"][0].tolist()
-        merge = (
-            int(batch["video_merge_sizes"])
-            if "video_merge_sizes" in batch
-            else vision.spatial_merge_size
-        )
+        if "video_merge_sizes" in batch:
+            merge = int(batch["video_merge_sizes"])
+        else:
+            merge = vision.spatial_merge_size
         num_rows = num_patches * prod(sides) // merge**2
-    elif (
-        config.model_type == "llava_onevision"
-    ):  # a frame's side is halved, and a row ends the video
-        num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
-    elif config.model_type == "llava_next_video":  # four patches of a frame make a token
+    elif config.model_type == "llava_onevision":
+        # A frame's side is halved, and a row ends the video.
+        side = ceil(pixels.shape[-1] // vision.patch_size / 2)
+        num_rows = num_patches * side**2 + 1
+    elif config.model_type == "llava_next_video":
+        # Four patches of a frame make a token.
         height, width = pixels.shape[-2:]
-        num_rows = num_patches * (height // vision.patch_size * (width // vision.patch_size) // 4)
+        num_vision_patches = (height // vision.patch_size) * (width // vision.patch_size)
+        num_rows = num_patches * (num_vision_patches // 4)
     else:
         num_rows = num_patches * config.image_seq_length
     num_text = (num_patches - 1) * _TEXT_TOKENS.get(prompts_like(config.model_type), 0)
     return VideoSize(num_patches, num_rows, num_text, pixels.numel() * 4)
 
 
-def _draft(
+def _draft_memory(
     settings: SpeculativeConfig | None, dtype: str | torch.dtype
-) -> Callable[[int, int], int]:
-    """Return a function from a prompt's tokens and visual tokens to the draft model's memory."""
+) -> _DraftMemory | None:
+    """Return the draft model's memory; None if no draft model is needed."""
     if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
-        return lambda num_tokens, num_visual: 0
+        return None
     if settings.draft_model is None:
         raise ValueError(f"{settings.strategy} needs a draft_model")
     _, config, _ = _describe(settings.draft_model, demo.draft_path)
-    itemsize, row = _itemsize(config, dtype), DecoderSizes.from_config(config).kv_token
-    weights = weight_bytes(config, itemsize, choose_device())
-
-    def num_bytes(num_tokens: int, num_visual: int) -> int:
-        if prunes(settings) and settings.prune == "prompt":
-            kept = num_tokens - num_visual + round(num_visual * (settings.keep_ratio or 0))
-            num_tokens = min(num_tokens, settings.keep_tokens or kept)
-        return weights + row * num_tokens * itemsize
-
-    return num_bytes
+    itemsize = _itemsize(config, dtype)
+    return _DraftMemory(
+        settings=settings,
+        weights=weight_bytes(config, itemsize, choose_device()),
+        token_bytes=DecoderSizes.from_config(config).kv_token * itemsize,
+    )
 
 
 def _describe(
@@ -413,25 +543,27 @@ def _describe(
         return model.name_or_path or model.model_type, model, None
     path = demo_path() if str(model) == "demo" else model
     config = read_config(path)
-    is_video = require_supported(config) in VIDEO_FAMILIES
-    return str(model), config, read_video_processor(path) if is_video else None
+    processor = None
+    if require_supported(config) in VIDEO_FAMILIES:
+        processor = read_video_processor(path)
+    return str(model), config, processor
 
 
-def _itemsize(config: PreTrainedConfig, wanted: str | torch.dtype) -> int:
+def _itemsize(config: PreTrainedConfig, dtype: str | torch.dtype) -> int:
     """Return the bytes per number of the dtype in which a model's weights would be loaded.
 
     Raises:
         ValueError: the dtype is unknown.
     """
-    if wanted not in DTYPE_NAMES and not isinstance(wanted, torch.dtype):
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {wanted!r}")
-    if wanted == "auto":
-        wanted = (
+    if dtype not in DTYPE_NAMES and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
+    if dtype == "auto":
+        dtype = (
             getattr(config, "dtype", None)
             or getattr(config.get_text_config(), "dtype", None)
             or "float32"
         )
-    return getattr(torch, str(wanted).removeprefix("torch.")).itemsize
+    return getattr(torch, str(dtype).removeprefix("torch.")).itemsize
 
 
 def _readable(size: int) -> str:

@@ -18,8 +18,7 @@ class RequestCancelled(AgreedError):
 
 
 def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
-    """Call ``stop`` on host 0, and cancel on all hosts at the same point if it returns true;
-    collective.
+    """Call ``stop`` on host 0; if it returns true, cancel on all hosts at this point; collective.
 
     Args:
         stop: called on host 0; None on all hosts: no cancelling, and no communication.
@@ -30,13 +29,14 @@ def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
     if stop is None:
         return
     error = None
-    ends = False
+    is_cancelled = False
     try:
-        ends = hosts.is_leader and bool(stop())
+        if hosts.is_leader:
+            is_cancelled = bool(stop())
     except Exception as caught:  # of any kind: it is the caller's function
         error = caught
-        ends = True
-    if hosts.broadcast_ints([ends], 1)[0]:
+        is_cancelled = True
+    if hosts.broadcast_ints([int(is_cancelled)], 1)[0]:
         raise RequestCancelled from error
 
 

@@ -24,13 +24,14 @@ from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
 from ..transfer import to_device
 from .cancelling import Stop, require_going_on
 
-_MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
+# The default chunk size: at most 5,000 or so of a Qwen tower's patches, which keep a GPU busy, and
+# 1/16 of the free memory.
+_MOST_CHUNK_BYTES = 2**28
 _SHARE_OF_MEMORY = 16
 
-
-# A source of the rows of one host's share of the visual input: given the temporal patches of each
-# chunk, as VisualInput.chunks returns them, it yields [rows, (1 + L) * d] of each, in order, and
-# has to be closed.
+# Makes the rows of one host's share of the visual input: given the temporal patches of each chunk,
+# as VisualInput.chunks returns them, it yields the rows [rows, (1 + L) * d] of each chunk, in
+# order, and has to be closed.
 VisualRows = Callable[[Sequence[range]], Iterator[Tensor]]
 
 
@@ -40,39 +41,45 @@ def tower_rows(
     """Run the model's vision tower on this host's pixels, chunk by chunk; see :data:`VisualRows`.
 
     Args:
-        timer: times the tower.
+        timer: times the tower; None: nothing is timed.
     """
     if visual.pixels is None:
         return
-    mine = visual.patches[visual.host]
+    share = visual.patches[visual.host]
     with closing(visual.pixels.chunks(chunks)) as pixels:
         for chunk in pixels:
-            with timer.stage("encode") if timer else nullcontext():
+            with nullcontext() if timer is None else timer.stage("encode"):
                 rows = _encode(parts, visual, chunk)
-            if timer:
-                timer.progress("encode", chunk.patches.stop - mine.start, len(mine))
+            if timer is not None:
+                timer.progress("encode", chunk.patches.stop - share.start, len(share))
             yield rows
 
 
 @torch.no_grad()
 def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor:
+    """Run the vision tower on a chunk, and return the rows ``[rows, (1 + L) * d]``."""
     with packed_attention(parts.packed_vision_tower):
         features = _features(parts, chunk.kind, chunk.on(parts.device))
+    layers = [features.pooler_output]
+    deepstack = getattr(features, "deepstack_features", None)
+    if deepstack is not None:
+        layers += deepstack
     streams = []
-    for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
-        # One tensor per item.
-        layer = torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer
+    for layer in layers:
+        if isinstance(layer, (list, tuple)):  # one tensor per item
+            layer = torch.cat(list(layer))
         streams.append(layer.reshape(-1, layer.shape[-1]))
     if parts.family == "llava_onevision" and chunk.kind == "video":
         streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
     rows = torch.cat(streams, dim=-1).to(parts.dtype)
-    kept = visual.kept_of(chunk.patches)
-    return rows if kept is None else rows[to_device(kept.nonzero().flatten(), rows.device)]
+    is_kept = visual.kept_of(chunk.patches)
+    if is_kept is None:
+        return rows
+    return rows[to_device(is_kept.nonzero().flatten(), rows.device)]
 
 
 def encode_pooled(parts: ModelParts, visual: VisualInput) -> Tensor:
-    """Run the vision tower, whose features are pooled 2 x 2 before its projector, on this host's
-    share.
+    """Run the vision tower on this host's share, pooling features 2 x 2 before the projector.
 
     Args:
         parts: a model with a :attr:`~apbv.model.parts.ModelParts.projector`.
@@ -92,62 +99,64 @@ def _pool_cells(projector: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
 
     A class token before them stays as it is, and so does everything where a patch is missing.
     """
-    (features,) = args
-    side = isqrt(features.shape[1])
-    if features.shape[1] - side**2 > 1:  # no square grid, with a class token at most
+    features = args[0]
+    num_patches = features.shape[1]
+    side = isqrt(num_patches)
+    num_on_grid = side**2
+    if num_patches - num_on_grid > 1:  # neither a square grid nor one behind a class token
         return args
-    patches = features[:, -(side**2) :]
+    patches = features[:, -num_on_grid:]
+    class_token = features[:, :-num_on_grid]
     grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [N, d, side, side]
     means = avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)
     spread = means.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)[..., :side, :side]
     pooled = spread.flatten(2).transpose(1, 2)  # [N, side * side, d]
-    return (torch.cat([features[:, : -(side**2)], pooled], dim=1),)
+    return (torch.cat([class_token, pooled], dim=1),)
 
 
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:
     """Run the vision tower on this host's share of the visual input.
 
     Returns:
-        Rows ``[len(piece), (1 + L) * d]`` in the model's dtype, none for an empty piece; None for a
-        text prompt.
+        Rows ``[rows of the share, (1 + L) * d]`` in the model's dtype; None for a text prompt.
     """
     if visual is None:
         return None
     chunks = visual.chunks(visual.host, visual.chunk_bytes or _MOST_CHUNK_BYTES)
-    (rows,) = all_rows(
-        parts, visual, chunks, partial(tower_rows, parts, visual, None), [parts.row_width]
-    )
-    return rows
+    source = partial(tower_rows, parts, visual, None)
+    streams = all_rows(parts, visual, chunks, source, [parts.row_width])
+    return streams[0]
 
 
 def all_rows(
     parts: ModelParts,
-    shown: VisualInput | AudioInput,
+    media: VisualInput | AudioInput,
     chunks: Sequence[range],
     source: VisualRows,
     widths: Sequence[int],
     hosts: HostGroup | None = None,
     stop: Stop | None = None,
 ) -> list[Tensor]:
-    """Encode a share, chunk by chunk, to rows that are cut into several tensors: ``[rows, width]``
-    of each width.
+    """Encode a share, chunk by chunk; return the rows cut into streams, ``[rows, width]`` each.
 
     Args:
-        shown: says which rows belong to temporal patches, or to units of audio.
-        chunks: the patches or units of its chunks, adjacent ones.
+        media: says which rows belong to temporal patches, or to units of audio.
+        chunks: the patches or units of the share's chunks, which are adjacent.
         source: makes their rows.
-        hosts, stop: as of :func:`~apbv.prefilling.cancelling.require_going_on`, before each chunk,
-            of which all of these hosts have the same.
+        widths: the width of every stream.
+        hosts: hosts that encode the same chunks, and cancel together.
+        stop: see :func:`~apbv.prefilling.cancelling.require_going_on`; asked before each chunk.
 
     Raises:
         ValueError: a chunk's number of rows differs from that of the prompt's placeholders for it.
         RequestCancelled: ``stop`` was true.
     """
-    num_rows = sum(map(len, map(shown.rows_of, chunks)))
-    done = 0
+    num_rows = sum(len(media.rows_of(chunk)) for chunk in chunks)
     streams = [
         torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths
     ]
+    no_rows = streams[0][:0]
+    num_encoded = 0
     error = None
     with closing(source(chunks)) as encoded:
         for chunk in chunks:
@@ -155,11 +164,11 @@ def all_rows(
             if error is not None:  # others encode the same chunks, and ask before each of them
                 continue
             try:
-                rows = next(encoded, streams[0][:0])
-                require_as_many(rows, len(shown.rows_of(chunk)))
+                rows = next(encoded, no_rows)
+                require_as_many(rows, len(media.rows_of(chunk)))
                 for stream, part in zip(streams, rows.split(widths, dim=-1), strict=True):
-                    stream[done : done + len(rows)] = part
-                done += len(rows)
+                    stream[num_encoded : num_encoded + len(rows)] = part
+                num_encoded += len(rows)
             except Exception as caught:
                 error = caught
                 if stop is None:  # nobody asks
@@ -169,17 +178,16 @@ def all_rows(
     return streams
 
 
-def sharing_hosts(shown: VisualInput | AudioInput, hosts: HostGroup) -> HostGroup:
-    """Return the hosts that have a prompt's rows together: all of them, or this one alone, where
-    every host has encoded everything."""
-    return hosts if shown.is_shared_out else HostGroup.single(hosts.device)
+def sharing_hosts(media: VisualInput | AudioInput, hosts: HostGroup) -> HostGroup:
+    """Return the hosts that have a prompt's rows together: all, or this one if it has them all."""
+    return hosts if media.is_shared_out else HostGroup.single(hosts.device)
 
 
-def require_as_many(rows: Tensor, wanted: int) -> None:
+def require_as_many(rows: Tensor, num_placeholders: int) -> None:
     """Raise ValueError unless a chunk has as many rows as the prompt has placeholders for it."""
-    if len(rows) != wanted:
+    if len(rows) != num_placeholders:
         raise ValueError(
-            f"the model's tower returned {len(rows)} embeddings for {wanted} placeholders"
+            f"the model's tower returned {len(rows)} embeddings for {num_placeholders} placeholders"
         )
 
 
@@ -195,14 +203,13 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
     return int(min(hosts.gather_floats([chunk_bytes]))[0])
 
 
-def chunk_bytes_within(free: int) -> int:
+def chunk_bytes_within(num_free_bytes: int) -> int:
     """Return the default chunk size for a number of free bytes."""
-    return min(free // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
+    return min(num_free_bytes // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
 
 
 def _features(parts: ModelParts, kind: str, pixels: dict):
-    """Call the model family's own get_*_features, whose first argument's name differs between
-    families."""
+    """Call the model's get_*_features, whose first argument's name differs between families."""
     base = parts.model.model
     first, *rest = pixels.values()
     if parts.family == "internvl":  # its video frames are images, and so are an image's tiles
@@ -210,8 +217,8 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
         return base.get_image_features(frames, return_dict=True)
     if kind == "video":
         return base.get_video_features(first, *rest, return_dict=True)
-    named = {name: value for name, value in pixels.items() if name != "pixel_values"}
-    return base.get_image_features(first, **named, return_dict=True)
+    options = {name: value for name, value in pixels.items() if name != "pixel_values"}
+    return base.get_image_features(first, **options, return_dict=True)
 
 
 def _with_newline_at_the_end_only(
@@ -223,4 +230,7 @@ def _with_newline_at_the_end_only(
     """
     num_ending = visual.ending_rows_of(patches)
     rows = rows[: len(visual.rows_of(patches)) - num_ending]
-    return torch.cat([rows, parts.model.model.image_newline[None].to(rows)]) if num_ending else rows
+    if not num_ending:
+        return rows
+    newline = parts.model.model.image_newline[None].to(rows)
+    return torch.cat([rows, newline])

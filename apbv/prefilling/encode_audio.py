@@ -21,21 +21,21 @@ def audio_rows(
     """Run the model's audio tower on each chunk of units; yields ``[rows, d]``.
 
     Args:
-        timer: times the tower.
+        timer: times the tower; None: nothing is timed.
     """
     for units in chunks:
-        with timer.stage("encode") if timer else nullcontext():
+        with nullcontext() if timer is None else timer.stage("encode"):
             rows = _encode(parts, list(audio.frames_of(units)))
         yield rows
 
 
 @torch.no_grad()
 def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
+    """Run the audio tower on spectrograms ``[mel bins, frames]``, and return ``[rows, d]``."""
     lengths = torch.tensor([piece.shape[1] for piece in pieces])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    features = (
-        pad_sequence([piece.T for piece in pieces], batch_first=True).transpose(1, 2).contiguous()
-    )
+    padded = pad_sequence([piece.T for piece in pieces], batch_first=True)
+    features = padded.transpose(1, 2).contiguous()  # [pieces, mel bins, frames]
     with packed_attention(parts.audio_tower):
         encoded = parts.model.model.get_audio_features(
             features.to(parts.device),
@@ -49,8 +49,8 @@ def encode_audio(parts: ModelParts, audio: AudioInput) -> Tensor:
     """Run the audio tower on this host's share of the audio.
 
     Returns:
-        Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece.
+        Rows ``[rows of the share, d]`` in the model's dtype.
     """
     source = partial(audio_rows, parts, audio, None)
-    (rows,) = all_rows(parts, audio, audio.chunks(audio.host), source, [parts.hidden_size])
-    return rows
+    streams = all_rows(parts, audio, audio.chunks(audio.host), source, [parts.hidden_size])
+    return streams[0]

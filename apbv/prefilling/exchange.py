@@ -10,6 +10,7 @@ rows of its own tokens: nothing is exchanged.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +31,8 @@ from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
 from .moving import start_moving
 
-_MOST_ROUNDS_UNDER_WAY = (
-    4  # rounds by which a host with cheaper frames may run ahead of the slowest
-)
+# Rounds by which a host with cheaper frames may run ahead of the slowest.
+_MOST_ROUNDS_UNDER_WAY = 4
 
 
 @dataclass
@@ -40,11 +40,11 @@ class LocalVisual:
     """Rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
-        streams: for every visual row, in local order, its token's embedding, ``[rows, d]``, and
-            then the L vectors that deepstack adds after the first layers; None for a prompt without
-            visual tokens, and once merged.
-        audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a
-            prompt without audio, and once merged.
+        streams: the embeddings of visual tokens, ``[rows, d]`` in local order, and then the L
+            vectors that deepstack adds after the first layers, ``[rows, d]`` each; None for a
+            prompt without visual tokens, and once merged.
+        audio: the embeddings of audio tokens, ``[rows, d]`` in local order; None for a prompt
+            without audio, and once merged.
     """
 
     streams: list[Tensor] | None = None
@@ -61,19 +61,30 @@ class LocalVisual:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
         """
         embeds = parts.embed_tokens(to_device(input_ids, parts.device))
-        (main, *deepstack) = self.streams or [None]
+        streams = self.streams
         audio = self.audio
-        self.streams = self.audio = None
+        self.streams = None
+        self.audio = None
         is_visual = parts.is_visual(input_ids)
-        for rows, mask in ((main, is_visual), (audio, parts.is_audio(input_ids))):
-            if rows is not None:
-                embeds[0].index_copy_(
-                    0, to_device(mask[0].nonzero().flatten(), embeds.device), rows
-                )
+        if audio is not None:
+            _write_rows(embeds, audio, parts.is_audio(input_ids))
+        if streams is None:
+            return embeds, {}
+        main, *deepstack = streams
+        _write_rows(embeds, main, is_visual)
         if not deepstack:
             return embeds, {}
-        mask = to_device(is_visual, parts.device)
-        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": ReadOnce(deepstack)}
+        return embeds, {
+            "visual_pos_masks": to_device(is_visual, parts.device),
+            "deepstack_visual_embeds": ReadOnce(deepstack),
+        }
+
+
+def _write_rows(embeds: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Write rows ``[rows, d]`` over the embeddings ``[1, S, d]`` where ``mask``, ``[1, S]``, is
+    true."""
+    places = mask[0].nonzero().flatten()
+    embeds[0].index_copy_(0, to_device(places, embeds.device), rows)
 
 
 class ReadOnce(list):
@@ -96,12 +107,14 @@ def encode_and_exchange(
     chunk_bytes: int | None = None,
     stop: Stop | None = None,
 ) -> LocalVisual:
-    """Encode this host's share, and send every host the rows of its local tokens, and no others; or
-    encode everything, and keep the rows of this host's tokens; collective.
+    """Encode the prompt's frames and audio, and return the rows of local tokens; collective.
+
+    With frame parallelism this host encodes its share, and sends every host the rows of its local
+    tokens, and no others. Without it this host encodes everything.
 
     Args:
-        source: makes the visual rows of this host's share; those of audio come from the model's
-            audio tower.
+        source: makes the visual rows of this host's share. The model's audio tower makes the audio
+            rows.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
 
@@ -111,38 +124,71 @@ def encode_and_exchange(
         RequestCancelled: ``stop`` was true.
         HostError: another host failed.
     """
-    local = LocalVisual()
+    rows = LocalVisual()
     tokens = inputs.input_ids[0]
     audio = inputs.audio
     visual = inputs.visual
-
-    def encode(
-        shown: VisualInput | AudioInput,
-        is_row: Tensor,
-        by: VisualRows,
-        *limit: int,
-        num_streams: int = 1,
-    ):
-        if not shown.is_shared_out:
-            widths = [parts.hidden_size] * num_streams
-            with hosts.local_stage("encode"):
-                streams = all_rows(parts, shown, shown.chunks(0, *limit), by, widths, hosts, stop)
-                return _take(streams, _rows_of(layout, hosts.rank, is_row))
-        chunks = [shown.chunks(host, *limit) for host in range(hosts.size)]
-        return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(
-            by, timer, stop
-        )
-
     if audio is not None:
-        (local.audio,) = encode(
-            audio, parts.is_audio(tokens), partial(audio_rows, parts, audio, timer)
+        job = _EncodingJob(
+            media=audio,
+            is_row=parts.is_audio(tokens),
+            chunks=[audio.chunks(host) for host in range(_num_shares(audio, hosts))],
+            source=partial(audio_rows, parts, audio, timer),
         )
+        (rows.audio,) = job.run(parts, layout, hosts, timer, stop)
     if visual is not None:
-        limit = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
-        local.streams = encode(
-            visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack
+        num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
+        job = _EncodingJob(
+            media=visual,
+            is_row=parts.is_visual(tokens),
+            chunks=[visual.chunks(host, num_bytes) for host in range(_num_shares(visual, hosts))],
+            source=source,
+            num_streams=1 + parts.sizes.deepstack,
         )
-    return local
+        rows.streams = job.run(parts, layout, hosts, timer, stop)
+    return rows
+
+
+def _num_shares(media: VisualInput | AudioInput, hosts: HostGroup) -> int:
+    """Return the number of parts into which the encoding is divided."""
+    return hosts.size if media.is_shared_out else 1
+
+
+@dataclass(frozen=True)
+class _EncodingJob:
+    """Encoding of a prompt's frames, or of its audio.
+
+    Attributes:
+        media: the frames or the audio; says which rows belong to temporal patches, or to units of
+            audio.
+        is_row: bool ``[n]``, which of the prompt's tokens are rows.
+        chunks: of every host, the patches or units of its chunks; a single entry, with everything,
+            if the encoding is not shared out.
+        source: makes the rows of chunks.
+        num_streams: how many vectors of the model's width a row has.
+    """
+
+    media: VisualInput | AudioInput
+    is_row: Tensor
+    chunks: list[list[range]]
+    source: VisualRows
+    num_streams: int = 1
+
+    def run(
+        self,
+        parts: ModelParts,
+        layout: ContextLayout,
+        hosts: HostGroup,
+        timer: StageTimer,
+        stop: Stop | None,
+    ) -> list[Tensor]:
+        """Encode; return the rows of this host's tokens, ``[rows, d]`` by stream; collective."""
+        if self.media.is_shared_out:
+            return _Rounds(self, parts, layout, hosts).run(timer, stop)
+        widths = [parts.hidden_size] * self.num_streams
+        with hosts.local_stage("encode"):
+            streams = all_rows(parts, self.media, self.chunks[0], self.source, widths, hosts, stop)
+            return _take(streams, _rows_of(layout, hosts.rank, self.is_row))
 
 
 def _rows_of(layout: ContextLayout, host: int, is_row: Tensor) -> Tensor:
@@ -151,122 +197,150 @@ def _rows_of(layout: ContextLayout, host: int, is_row: Tensor) -> Tensor:
     Args:
         is_row: ``[n]``, which of the prompt's tokens are rows.
     """
-    number = is_row.cumsum(0) - 1  # of the row that a token is
-    local = numbers_in(*layout.local_spans(host))
-    return number[local[is_row[local]]]
+    row_of_token = is_row.cumsum(0) - 1
+    local_tokens = numbers_in(*layout.local_spans(host))
+    return row_of_token[local_tokens[is_row[local_tokens]]]
 
 
-def _take(streams: list[Tensor], places: Tensor) -> list[Tensor]:
-    """Return some rows of every stream, which is dropped then, unless they are all, in order."""
-    if torch.equal(places, torch.arange(len(streams[0]))):
+def _take(streams: list[Tensor], rows: Tensor) -> list[Tensor]:
+    """Return some rows of every stream; a stream is freed once its rows are copied."""
+    takes_all_in_order = torch.equal(rows, torch.arange(len(streams[0])))
+    if takes_all_in_order:
         return streams
-    places = to_device(places, streams[0].device)
+    rows = to_device(rows, streams[0].device)
     taken = []
     while streams:
-        taken.append(streams.pop(0)[places])
+        taken.append(streams.pop(0)[rows])
     return taken
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round whose rows are on their way.
+
+    Attributes:
+        places: which of this host's rows it brings.
+        rows: the rows.
+        failures: of every host, whether it has failed.
+    """
+
+    places: Tensor
+    rows: Exchange
+    failures: Exchange
 
 
 class _Rounds:
     """Exchange of all hosts' rows of one kind, chunk by chunk.
 
     Args:
-        shown: says which rows belong to temporal patches, or to units of audio.
-        is_row: ``[n]``, which of the prompt's tokens are rows.
-        chunks: of every host, the patches or units of its chunks.
-        num_streams: how many vectors of the model's width a row has.
+        job: what is encoded.
+        layout: the tokens of every host.
     """
 
     def __init__(
-        self,
-        parts: ModelParts,
-        shown: VisualInput | AudioInput,
-        is_row: Tensor,
-        chunks: list[list[range]],
-        layout: ContextLayout,
-        hosts: HostGroup,
-        num_streams: int = 1,
+        self, job: _EncodingJob, parts: ModelParts, layout: ContextLayout, hosts: HostGroup
     ):
         self._hosts = hosts
-        self._chunks = chunks[hosts.rank]
-        self._num_rows = shown.num_rows
-        num_rounds = max(map(len, chunks))
-        # Of every host, the rows of its local tokens; by round, those it makes.
+        self._source = job.source
+        self._chunks = job.chunks[hosts.rank]
+        self._num_rows = job.media.num_rows
+        self._num_rounds = max(len(chunks) for chunks in job.chunks)
+        self._error: Exception | None = None
+
+        # Of every host, the rows of its local tokens, and by round the rows that it makes.
         self._needed: list[Tensor] = []
         self._made: list[list[Tensor]] = []
-        for host, of_host in enumerate(chunks):
-            self._needed.append(_rows_of(layout, host, is_row))
-            runs = [*map(shown.rows_of, of_host), *[range(0)] * (num_rounds - len(of_host))]
-            self._made.append([*map(numbers_in, runs)])
-        num_rows = len(self._needed[hosts.rank])
-        width = parts.hidden_size
-        self._nothing = torch.empty(0, num_streams * width, dtype=parts.dtype, device=parts.device)
-        # Of this host's tokens; streams are separate tensors, so that they can be freed separately.
-        self._local = [self._nothing.new_empty(num_rows, width) for _ in range(num_streams)]
+        for host, chunks in enumerate(job.chunks):
+            self._needed.append(_rows_of(layout, host, job.is_row))
+            made = [numbers_in(job.media.rows_of(chunk)) for chunk in chunks]
+            while len(made) < self._num_rounds:
+                made.append(numbers_in(range(0)))
+            self._made.append(made)
 
-    def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
-        """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by
-        stream."""
+        width = parts.hidden_size
+        self._no_rows = torch.empty(
+            0, job.num_streams * width, dtype=parts.dtype, device=parts.device
+        )
+        # The result. Streams are separate tensors, so that they can be freed separately.
+        num_local_rows = len(self._needed[hosts.rank])
+        self._local = [
+            self._no_rows.new_empty(num_local_rows, width) for _ in range(job.num_streams)
+        ]
+
+    def run(self, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
+        """Encode and exchange everything; return this host's rows, ``[rows, d]`` by stream."""
         hosts = self._hosts
-        self._error = None
-        with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
-            under_way: deque[tuple[Tensor, Exchange, Exchange]] = deque()
-            for number in range(len(self._made[0])):
-                rows = None
-                if self._error is None:
-                    try:
-                        if stop is not None and hosts.is_leader and stop():
-                            raise RequestCancelled
-                        rows = next(chunks, self._nothing)
-                        require_as_many(rows, len(self._made[hosts.rank][number]))
-                    except Exception as caught:
-                        self._error = caught
-                under_way.append(self._start(number, rows if self._error is None else None))
-                is_full = len(under_way) == _MOST_ROUNDS_UNDER_WAY
-                if is_full and not self._finish(*under_way.popleft(), timer):
-                    break
+        with hosts.collective_stage("encode"), closing(self._source(self._chunks)) as encoded:
+            under_way: deque[_Round] = deque()
+            for number in range(self._num_rounds):
+                rows = self._encode_next(number, encoded, stop)
+                under_way.append(self._start(number, rows))
+                if len(under_way) == _MOST_ROUNDS_UNDER_WAY:
+                    all_go_on = self._finish(under_way.popleft(), timer)
+                    if not all_go_on:
+                        break
             for late in under_way:
-                self._finish(*late, timer)
-        if hosts.broadcast_ints([isinstance(self._error, RequestCancelled)], 1)[0]:
+                self._finish(late, timer)
+        is_cancelled = isinstance(self._error, RequestCancelled)
+        if hosts.broadcast_ints([int(is_cancelled)], 1)[0]:
             raise RequestCancelled
         with hosts.local_stage("encode"):
             if self._error is not None:
                 raise self._error
         return self._local
 
-    def _start(self, number: int, rows: Tensor | None) -> tuple[Tensor, Exchange, Exchange]:
-        """Send a round's rows, or after a failure as many zeros.
+    def _encode_next(
+        self, number: int, encoded: Iterator[Tensor], stop: Stop | None
+    ) -> Tensor | None:
+        """Return the rows that this host makes in a round; None once it has failed."""
+        if self._error is not None:
+            return None
+        try:
+            if stop is not None and self._hosts.is_leader and stop():
+                raise RequestCancelled
+            rows = next(encoded, self._no_rows)
+            require_as_many(rows, len(self._made[self._hosts.rank][number]))
+        except Exception as caught:
+            self._error = caught
+            return None
+        return rows
 
-        Returns:
-            Which of this host's rows the round brings, the rows to come, and the failures to come.
-        """
-        failures = self._hosts.start_gathering(torch.tensor([rows is None], dtype=torch.uint8))
-        held = [of_host[number] for of_host in self._made]
+    def _start(self, number: int, rows: Tensor | None) -> _Round:
+        """Send a round's rows; after a failure zeros in their place."""
         rank = self._hosts.rank
+        has_failed = rows is None
+        failures = self._hosts.start_gathering(torch.tensor([has_failed], dtype=torch.uint8))
+        made = [rounds[number] for rounds in self._made]
         if rows is None:
-            rows = self._nothing.new_zeros(len(held[rank]), self._nothing.shape[1])
+            rows = self._no_rows.new_zeros(len(made[rank]), self._no_rows.shape[1])
         is_made = torch.zeros(self._num_rows, dtype=torch.bool)
-        is_made[torch.cat(held)] = True
-        wanted = [needed[is_made[needed]] for needed in self._needed]
-        places = is_made[self._needed[rank]].nonzero().flatten()
-        return places, start_moving(rows, held, wanted, self._hosts), failures
+        is_made[torch.cat(made)] = True
+        needed_now = [needed[is_made[needed]] for needed in self._needed]
+        return _Round(
+            places=is_made[self._needed[rank]].nonzero().flatten(),
+            rows=start_moving(rows, made, needed_now, self._hosts),
+            failures=failures,
+        )
 
-    def _finish(
-        self, places: Tensor, rows: Exchange, failures: Exchange, timer: StageTimer
-    ) -> bool:
+    def _finish(self, arriving: _Round, timer: StageTimer) -> bool:
         """Store a round's rows; return whether all hosts continue."""
         try:
             with timer.stage("exchange"):
-                received = rows.wait()
-                if not failures.wait().any():
-                    for which, of_host in received:
-                        at = to_device(places[which], of_host.device)
-                        streams = of_host.chunk(len(self._local), dim=-1)
-                        for local, stream in zip(self._local, streams, strict=True):
-                            local.index_copy_(0, at, stream)
+                received = arriving.rows.wait()
+                if not arriving.failures.wait().any():
+                    for moved in received:
+                        self._store(arriving.places[moved.places], moved.rows)
         except HostError:
             raise
         except Exception as caught:  # such as the caller's on_stage: sent in the next round
-            self._error = self._error or caught
-        rows.wait()
-        return not failures.wait().any()
+            if self._error is None:
+                self._error = caught
+        arriving.rows.wait()
+        return not arriving.failures.wait().any()
+
+    def _store(self, places: Tensor, rows: Tensor) -> None:
+        """Copy rows, ``[m, streams * d]``, to their places in the result."""
+        places = to_device(places, rows.device)
+        streams = rows.chunk(len(self._local), dim=-1)
+        for local, stream in zip(self._local, streams, strict=True):
+            local.index_copy_(0, places, stream)

@@ -29,8 +29,9 @@ def run_language_model(
     watcher: Watcher | None = None,
     states: LinearStates | None = None,
 ) -> Tensor | None:
-    """Run all layers on this host's tokens; a question that is split off follows in a pass of its
-    own. Collective.
+    """Run all layers on this host's tokens; collective.
+
+    A question that is split off follows in a pass of its own.
 
     Args:
         visual: the embeddings that replace the placeholders of this host's tokens; dropped.
@@ -48,7 +49,7 @@ def run_language_model(
     layout = prompt.layout
     decoder = parts.language_model
     local = prompt.local
-    if not len(local):  # host 0 computes the prompt alone
+    if len(local) == 0:  # host 0 computes the prompt alone
         for _ in cache.layers:
             require_going_on(hosts, stop)
         if watcher is not None:
@@ -59,9 +60,9 @@ def run_language_model(
         for layer in cache.layers:
             layer.hold(empty, empty)
         return None
-    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, local])
-    held = [embeds]
-    del embeds
+    merged, extra = visual.merge_into(parts, inputs.input_ids[:, local])
+    embeds = [merged]
+    del merged  # the list has the only reference, see _run
     if states is not None:
         extra["linear"] = SplitLinearAttention(layout, hosts, states, not method.separate_query)
     positions = inputs.position_ids[..., local]
@@ -77,7 +78,7 @@ def run_language_model(
             watcher, prompt, decoder, attention, has_question=not method.separate_query
         ) as attention,
     ):
-        hidden = _run(parts, held, positions, cache, apbv=attention, **extra)
+        hidden = _run(parts, embeds, positions, cache, apbv=attention, **extra)
     if not method.separate_query:
         return hidden
 
@@ -90,25 +91,31 @@ def run_language_model(
         parts.rotary_of_prompt(prompt_length),
         shown_to(watcher, prompt, decoder, attention, has_context=False) as attention,
     ):
-        held = [parts.embed_tokens(question_ids)]
-        return _run(parts, held, positions, cache, apbv=attention, **extra)
+        embeds = [parts.embed_tokens(question_ids)]
+        return _run(parts, embeds, positions, cache, apbv=attention, **extra)
 
 
 def _run(
-    parts: ModelParts, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options
+    parts: ModelParts, embeds: list[Tensor], positions: Tensor, cache: ShardedCache, **options
 ) -> Tensor:
-    """Run the decoder on ``[1, S, d]``, the only item of a list; return its output.
+    """Run the decoder, and return its output.
 
-    The first layer takes it out of the list, so that it is freed after that layer. The decoder
-    itself, which would hold its input until its last layer has run, gets a tensor of the same shape
-    that takes no memory. Another thread, which may decode with the same model, is not affected.
+    The first layer takes the input out of its list, so that it is freed after that layer. The
+    decoder itself, which would hold its input until its last layer has run, gets a tensor of the
+    same shape that takes no memory. Another thread, which may decode with the same model, is not
+    affected.
+
+    Args:
+        embeds: the input ``[1, S, d]``, as the only item of a list.
     """
     decoder = parts.language_model
     thread = get_ident()
-    stand_in = held[0].new_empty(()).expand(held[0].shape)
+    stand_in = embeds[0].new_empty(()).expand(embeds[0].shape)
 
     def hand_over(layer, args: tuple) -> tuple:
-        return (held.pop(), *args[1:]) if get_ident() == thread else args
+        if get_ident() != thread:
+            return args
+        return (embeds.pop(), *args[1:])
 
     hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
     options |= {
@@ -123,10 +130,10 @@ def _run(
 
 
 def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:
-    """Give an anchor's copy its own rotary positions: the question begins in it where the context
-    would.
+    """Give an anchor's copy its own rotary positions.
 
-    It shifts the context by its own length. All other tokens keep their positions in the prompt.
+    The question begins in it where the context would. It shifts the context by its own length. All
+    other tokens keep their positions in the prompt.
 
     Args:
         positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or

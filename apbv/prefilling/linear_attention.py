@@ -46,127 +46,174 @@ class SplitLinearAttention:
         self._hosts = hosts
         self._states = states
         self._keeps_query = keeps_query
-        *blocks, query = (
-            layout.block_rows(hosts.rank) if layout.is_split else (range(layout.num_tokens),)
-        )
-        self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
+        if layout.is_split:
+            *blocks, query = layout.block_rows(hosts.rank)
+        else:
+            blocks = []
+            query = range(layout.num_tokens)
+
+        # Where the parts of the prompt lie among this host's rows.
+        virtual_hosts = layout.virtual_hosts(hosts.rank)
+        self._blocks = dict(zip(virtual_hosts, blocks, strict=True))
         self._query = query
-        self._copy, self._anchor = range(0), range(layout.anchor_len)
+        self._copy = range(0)
+        self._anchor = range(layout.anchor_len)
         if layout.anchor_copy:
-            self._copy, self._anchor = self._anchor, range(layout.anchor_len, layout.anchor_len)
+            self._copy = self._anchor
+            self._anchor = range(layout.anchor_len, layout.anchor_len)
         if hosts.size == 1:  # what comes before the query is one run
-            self._blocks, self._anchor = {}, range(self._anchor.start, query.start)
+            self._blocks = {}
+            self._anchor = range(self._anchor.start, query.start)
+
         # Of every block, in order, its host and its number among that host's.
-        owners = ((host, layout.virtual_hosts(host)) for host in range(hosts.size))
-        places = {block: (host, number) for host, own in owners for number, block in enumerate(own)}
-        self._places = (
-            [places[block] for block in range(len(layout.blocks))] if self._blocks else []
-        )
+        self._places: list[tuple[int, int]] = []
+        if self._blocks:
+            place_of_block = {}
+            for host in range(hosts.size):
+                for number, block in enumerate(layout.virtual_hosts(host)):
+                    place_of_block[block] = (host, number)
+            self._places = [place_of_block[block] for block in range(len(layout.blocks))]
         self._last_inputs: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
+        """Convolve this host's tokens in one layer.
+
+        Args:
+            mixed: ``[1, C, S]``, the layer's inputs.
+            width: K, how many inputs before a token the convolution takes.
+            function: convolves ``[1, C, K + S]``.
+
+        Returns:
+            ``[1, C, S]``.
+        """
+        # The K inputs before every run of rows.
         nothing = mixed.new_zeros(*mixed.shape[:2], width)
+        runs = [(self._copy, nothing), (self._anchor, nothing)]
         before = _with_inputs(nothing, mixed, self._anchor)
-        begins = [(self._copy, nothing), (self._anchor, nothing)]
         if self._blocks:
             ends = [_with_inputs(nothing, mixed, rows) for rows in self._blocks.values()]
-            everywhere = self._hosts.all_gather(torch.stack(ends)).wait()
-            for block, (span, place) in enumerate(
-                zip(self._layout.blocks, self._places, strict=True)
-            ):
+            ends_of_hosts = self._hosts.all_gather(torch.stack(ends)).wait()
+            for block, place in enumerate(self._places):
                 if block in self._blocks:
-                    begins.append((self._blocks[block], before))
-                end = everywhere[place]
-                count = min(width, len(span))
+                    runs.append((self._blocks[block], before))
+                end = ends_of_hosts[place]
+                count = min(width, len(self._layout.blocks[block]))
                 before = torch.cat([before, end[:, :, width - count :]], dim=2)[:, :, -width:]
-        begins.append((self._query, before))
+        runs.append((self._query, before))
+
         out = torch.empty_like(mixed)
-        for rows, earlier in begins:
+        for rows, earlier in runs:
             for part in _parts(rows):
                 inputs = torch.cat([earlier, mixed[:, :, part.start : part.stop]], dim=2)
                 out[:, :, part.start : part.stop] = function(inputs)[:, :, width:]
                 earlier = inputs[:, :, -width:]
-        self._last_inputs[layer] = (
-            _with_inputs(before, mixed, self._query) if self._keeps_query else before
-        )
+        if self._keeps_query:
+            before = _with_inputs(before, mixed, self._query)
+        self._last_inputs[layer] = before
         return out
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
-        k, v = inputs[1:3]
-        shape = *v.shape[:1], v.shape[2], k.shape[3], v.shape[3]
+        """Apply the rule to this host's tokens in one layer, and keep the last state.
+
+        Args:
+            inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta
+                ``[1, S, Hv]``.
+            function: the rule.
+
+        Returns:
+            ``[1, S, Hv, Dv]``.
+        """
+        k = inputs[1]
+        v = inputs[2]
+        key_dim = k.shape[3]
+        batch, _, num_heads, value_dim = v.shape
         out = torch.empty_like(v)
-        nothing = torch.zeros(shape, dtype=torch.float32, device=v.device)
+        nothing = torch.zeros(
+            batch, num_heads, key_dim, value_dim, dtype=torch.float32, device=v.device
+        )
         run = partial(_run, inputs, function, out)
         exchange = self._start_exchange(inputs, function, nothing)
+        # While the maps are exchanged:
         run(self._copy, nothing)
-        state = run(self._anchor, nothing)  # while the maps are exchanged
-        maps = None if exchange is None else exchange.wait()
-        for block, place in enumerate(self._places):
-            if block in self._blocks:
-                run(self._blocks[block], state)
-            bias, transition = maps[place].split([v.shape[3], k.shape[3]], dim=-1)
-            state = transition @ state + bias
-        after_query = run(self._query, state)
-        last_state = after_query if self._keeps_query else state
+        state = run(self._anchor, nothing)
+        if exchange is not None:
+            maps = exchange.wait()  # [hosts, blocks of a host, 1, Hv, Dk, Dv + Dk]
+            for block, place in enumerate(self._places):
+                if block in self._blocks:
+                    run(self._blocks[block], state)
+                bias, transition = maps[place].split([value_dim, key_dim], dim=-1)
+                state = transition @ state + bias
+        state_after_query = run(self._query, state)
+        last_state = state_after_query if self._keeps_query else state
         self._states.put(layer, self._last_inputs.pop(layer), last_state)
         return out
 
     def _start_exchange(
         self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor
     ) -> Exchange | None:
-        """Send the maps of this host's blocks to all hosts, ``[1, Hv, Dk, Dv + Dk]`` each: bias and
-        transition.
+        """Send the maps of this host's blocks to all hosts.
 
-        Both are final states: one with the values and no state, one without values that began as
-        the identity.
+        A map is ``[1, Hv, Dk, Dv + Dk]``: bias and transition. Both are final states: one with the
+        values and no state, one without values that began as the identity.
         """
         if not self._blocks:
             return None
         q, k, v, *gates = inputs
-        values = torch.cat([v, v.new_zeros(*v.shape[:3], k.shape[3])], dim=3)
-        identity = torch.eye(k.shape[3], device=v.device).expand(*nothing.shape[:3], -1)
+        key_dim = k.shape[3]
+        no_values = v.new_zeros(*v.shape[:3], key_dim)
+        identity = torch.eye(key_dim, device=v.device).expand(*nothing.shape[:3], -1)
+        inputs_of_map = (q, k, torch.cat([v, no_values], dim=3), *gates)
+        first_state = torch.cat([nothing, identity], dim=3)
         maps = [
-            _run(
-                (q, k, values, *gates), function, None, rows, torch.cat([nothing, identity], dim=3)
-            )
-            for rows in self._blocks.values()
+            _run(inputs_of_map, function, None, rows, first_state) for rows in self._blocks.values()
         ]
         return self._hosts.all_gather(torch.stack(maps))
 
 
 def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> None:
     """Send all hosts the states of a prompt that host 0 has computed alone; collective."""
+    if hosts.size == 1:
+        return
     sizes = parts.sizes.linear
-    empty = partial(torch.empty, device=parts.device)
-    shape = 1, sizes.value_heads, sizes.key_dim, sizes.value_dim
-    for index, layer in enumerate(states.layers if hosts.size > 1 else ()):
-        if layer.has_previous_state[0]:
+    for index, layer in enumerate(states.layers):
+        has_states = layer.has_previous_state[0]
+        if has_states:
             inputs, state = states.tensors[index]
         else:
-            inputs = empty(1, sizes.channels, sizes.kernel, dtype=parts.dtype)
-            state = empty(shape)
-        received = [hosts.broadcast(each, 0) for each in (inputs, state)]
-        if not layer.has_previous_state[0]:
-            states.put(index, *received)
+            inputs = torch.empty(
+                1, sizes.channels, sizes.kernel, dtype=parts.dtype, device=parts.device
+            )
+            state = torch.empty(
+                1, sizes.value_heads, sizes.key_dim, sizes.value_dim, device=parts.device
+            )
+        inputs = hosts.broadcast(inputs, 0)
+        state = hosts.broadcast(state, 0)
+        if not has_states:
+            states.put(index, inputs, state)
 
 
 def _run(
     inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor
 ) -> Tensor:
-    """Apply the rule to some rows, and write the output to these if it is wanted; return the state
-    after them."""
+    """Apply the rule to some rows; return the state after them.
+
+    Args:
+        out: gets the output of these rows; None drops it.
+        state: the state before them.
+    """
     for part in _parts(rows):
-        q, k, v, g, beta = (each[:, part.start : part.stop] for each in inputs)
-        made, state = function(
+        q, k, v, g, beta = (states[:, part.start : part.stop] for states in inputs)
+        output, state = function(
             q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
         )
         if out is not None:
-            out[:, part.start : part.stop] = made
-        del made  # before the next part is computed
+            out[:, part.start : part.stop] = output
+        del output  # before the next part is computed
     return state
 
 
 def _parts(rows: range) -> list[range]:
+    """Cut rows into runs of at most :data:`MOST_TOKENS`."""
     return [
         range(start, min(start + MOST_TOKENS, rows.stop))
         for start in range(rows.start, rows.stop, MOST_TOKENS)
@@ -174,8 +221,7 @@ def _parts(rows: range) -> list[range]:
 
 
 def _with_inputs(before: Tensor, mixed: Tensor, rows: range) -> Tensor:
-    """Return the last K inputs after some rows of ``mixed``, which follow the K inputs ``before``
-    them."""
+    """Return the last K inputs of rows of ``mixed``, and of the K inputs ``before`` them."""
     width = before.shape[2]
     last = mixed[:, :, max(rows.start, rows.stop - width) : rows.stop]
     return torch.cat([before, last], dim=2)[:, :, -width:]

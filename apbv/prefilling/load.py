@@ -57,7 +57,8 @@ def load(
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     reduction = None
-    if (stored := manifest.reduction) is not None:
+    stored = manifest.reduction
+    if stored is not None:
         kept = torch.tensor(stored.kept, dtype=torch.int64)
         reduction = Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
     return PrefillResult(
@@ -89,6 +90,7 @@ def _read_latest(
 
 
 def _content_of(path: Path) -> bytes | None:
+    """Return a file's content; None if it cannot be read."""
     with suppress(OSError):
         return path.read_bytes()
     return None
@@ -103,17 +105,18 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
     layout = _layout(manifest, hosts.size)
     states = LinearStates.of_named(prompt, hosts.device)
     if kv == "sharded":
-        shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
-        placed = ShardedKV(ShardedCache.of_shares(shares, layout, hosts.rank), hosts, states)
+        layers = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
+        kv_here = ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts, states)
     else:
-        whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
-        placed = GatheredKV(whole, manifest.num_tokens, hosts, states=states)
-    inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
+        cache = None
+        if hosts.rank == 0:
+            cache = DynamicCache(_read_layers(saved, None, hosts))
+        kv_here = GatheredKV(cache, manifest.num_tokens, hosts, states=states)
     return {
         "logits": prompt["logits"].to(hosts.device),
         "layout": layout,
-        "inputs": inputs,
-        "kv": placed,
+        "inputs": _stored_inputs(manifest, prompt["position_ids"], hosts),
+        "kv": kv_here,
     }
 
 
@@ -125,20 +128,20 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
     """
     writer = saved.manifest
     reader = identify(parts)
-    compared = {
-        "family": "a model of another family",
-        "config_sha256": "a model with another configuration",
-    }
-    if (
-        parts.tensor_parallel[0] == 0
-    ):  # the digest is of the first KV head, which only the first member has
-        compared["weights_sha256"] = "a model with other weights"
-    for name, what in compared.items():
-        if getattr(writer, name) != getattr(reader, name):
-            raise StorageError(
-                f"the KV in {saved.path} was computed by {what}: {writer.model} ({writer.family}), "
-                f"not {reader.model} ({reader.family})"
-            )
+    # The digest of the weights is of the first KV head, which only the first TP rank has.
+    has_digest = parts.tensor_parallel[0] == 0
+    other = None
+    if writer.family != reader.family:
+        other = "a model of another family"
+    elif writer.config_sha256 != reader.config_sha256:
+        other = "a model with another configuration"
+    elif has_digest and writer.weights_sha256 != reader.weights_sha256:
+        other = "a model with other weights"
+    if other is not None:
+        raise StorageError(
+            f"the KV in {saved.path} was computed by {other}: {writer.model} ({writer.family}), "
+            f"not {reader.model} ({reader.family})"
+        )
     if saved.manifest.torch_dtype != parts.dtype:
         raise StorageError(
             f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}"
@@ -146,14 +149,20 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
 
 
 def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
+    """Return the stored prompt.
+
+    Args:
+        position_ids: ``[3, n]`` for M-RoPE models, else ``[n]``.
+    """
     visual = None
     if manifest.visual is not None:
         patches = tuple(split_evenly(range(1), hosts.size))
         items = (VisualItem(manifest.visual.kind, manifest.visual.num_tokens),)
         visual = VisualInput(items, patches, hosts.rank, (0, manifest.visual.num_tokens))
+    uses_mrope = position_ids.dim() == 2
     return ModelInputs(
         input_ids=torch.tensor([manifest.token_ids]),
-        position_ids=position_ids[:, None] if position_ids.dim() == 2 else position_ids[None],
+        position_ids=position_ids[:, None] if uses_mrope else position_ids[None],
         context_start=manifest.context_start,
         query_start=manifest.query_start,
         visual=visual,
@@ -164,14 +173,15 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
 def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:
     """Cut the prompt into blocks for this number of hosts."""
     query_start = min(manifest.query_start, manifest.num_tokens - 1)
+    # An anchor of all that comes before the question, as Star Attention's on one host, would leave
+    # nothing to cut.
+    anchor_len = manifest.anchor_len if manifest.anchor_len < query_start else 0
     return plan_layout(
         num_hosts=num_hosts,
         num_tokens=manifest.num_tokens,
         context_start=manifest.context_start,
         query_start=query_start,
-        # An anchor of all that comes before the question, as Star Attention's on one host, leaves
-        # nothing.
-        anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
+        anchor_len=anchor_len,
         passing_len=manifest.passing_len,
         zigzag=True,
     )
@@ -183,7 +193,7 @@ def _read_layers(
     """Read every layer's keys and values ``[1, Hkv, T, D]``, for this process's KV heads.
 
     Args:
-        spans: of which tokens; None: of all.
+        spans: the tokens to read; None: all.
     """
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
@@ -191,7 +201,8 @@ def _read_layers(
             f"split evenly across {hosts.tensor_parallel_size} processes"
         )
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
-    return [
-        tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
-        for index in range(saved.manifest.num_layers)
-    ]
+    layers = []
+    for index in range(saved.manifest.num_layers):
+        keys, values = saved.layer(index, spans, heads)
+        layers.append((keys[None].to(hosts.device), values[None].to(hosts.device)))
+    return layers

@@ -30,7 +30,7 @@ class ReadRequest:
         rendered: the prompt's text and its files.
         inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
         prefix: cached prefill with the KV of the tokens before the question; None if there is none.
-        videos: the videos that were asked about.
+        videos: the prompt's videos.
         kept: the pixels, if they are kept for a draft.
         is_encoded: whether all hosts have cached the embeddings of their frames.
     """
@@ -82,28 +82,44 @@ class Prefiller:
         """
         reader = self.reader
         timer = request.timer
-        max_positions = self.reader.parts.max_position_embeddings
+        max_positions = reader.parts.max_position_embeddings
         require_going_on(self.hosts, request.cancels)
+
+        # Render the text; the hosts agree on the files and options.
         with self.hosts.local_stage("reading the prompt") as agreement:
             with timer.stage("preprocess"):
-                known = request.prompt
-                rendered = reader.render(request.question) if known is None else known.rendered
-            sizes = [each.source.file.size for each in rendered.pictures if each.source is not None]
-            found = f"{len(rendered.videos)} {sizes}"
-            agreement.content("the number of videos, or an image file,", found.encode())
-            options = rendered.sampling, [picture.limits for picture in rendered.pictures]
-            agreement.content("the options beside videos and images", repr(options).encode())
+                known_prompt = request.prompt
+                if known_prompt is None:
+                    rendered = reader.render(request.question)
+                else:
+                    rendered = known_prompt.rendered
+            image_sizes = [
+                picture.source.file.size
+                for picture in rendered.pictures
+                if picture.source is not None
+            ]
+            files = f"{len(rendered.videos)} {image_sizes}"
+            agreement.content("the number of videos, or an image file,", files.encode())
+            picture_limits = [picture.limits for picture in rendered.pictures]
+            options = repr((rendered.sampling, picture_limits))
+            agreement.content("the options beside videos and images", options.encode())
+
+        # Sample the videos' frames.
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
-            if known is not None and [video.info for video in known.videos] != list(infos):
-                known = None  # a file has been replaced since
-            if known is None:
+            if known_prompt is not None:
+                known_infos = [video.info for video in known_prompt.videos]
+                if known_infos != list(infos):  # a file has been replaced since
+                    known_prompt = None
+            if known_prompt is None:
                 videos = reader.sample(infos, request.question, rendered.sampling)
             else:
-                videos = known.videos
+                videos = known_prompt.videos
         videos = reader.without_repeats(videos, self.hosts, timer)
+
+        # Tokenize the prompt.
         with self.hosts.local_stage("reading the prompt") as agreement:
-            inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)
+            inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known_prompt)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
@@ -111,24 +127,38 @@ class Prefiller:
                 require_reducible(self.config.reduce, inputs)
             if self.require_readable is not None:
                 self.require_readable(inputs)
-            heard = (
-                [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
-            )
-            agreement.content("the files that are heard", repr(heard).encode())
-        prefix = kept = None
+            audio_sizes = []
+            if inputs.audio is not None:
+                audio_sizes = [source.file.size for source in inputs.audio.sources]
+            agreement.content("the files that are heard", repr(audio_sizes).encode())
+
+        # Look for cached results; pixels are needed where neither KV nor embeddings are cached.
+        prefix = None
         is_encoded = False
         if self.reuse is not None:
             prefix = self.reuse.find_prefix(inputs, self.hosts)
-            is_encoded = prefix is None and self.reuse.has_embeddings(inputs, self.hosts)
-        if pixels is not None and (self.reads_all_frames or (prefix is None and not is_encoded)):
+            if prefix is None:
+                is_encoded = self.reuse.has_embeddings(inputs, self.hosts)
+        target_needs_pixels = prefix is None and not is_encoded
+        kept = None
+        if pixels is not None and (self.reads_all_frames or target_needs_pixels):
             if self.reads_all_frames:
                 kept = KeptPixels(pixels)
-            chunk_bytes = self.config.video.chunk_bytes
-            num_bytes = agree_on_chunks(self.hosts, reader.parts.device, chunk_bytes)
-            inputs = inputs.with_pixels(kept or pixels, num_bytes)
+                pixels = kept
+            chunk_bytes = agree_on_chunks(
+                self.hosts, reader.parts.device, self.config.video.chunk_bytes
+            )
+            inputs = inputs.with_pixels(pixels, chunk_bytes)
         require_going_on(self.hosts, request.cancels)
-        request = request.within(max_positions, inputs)
-        return ReadRequest(request, rendered, inputs, prefix, videos, kept, is_encoded)
+        return ReadRequest(
+            request=request.within(max_positions, inputs),
+            rendered=rendered,
+            inputs=inputs,
+            prefix=prefix,
+            videos=videos,
+            kept=kept,
+            is_encoded=is_encoded,
+        )
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question if the KV before it is cached.
@@ -139,23 +169,23 @@ class Prefiller:
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.
         """
-        inputs = read.inputs
-        timer = read.request.timer
-        hosts = self.hosts
+        parts = self.reader.parts
+        request = read.request
         if read.prefix is not None:
-            return prefill_question(self.reader.parts, inputs, read.prefix, timer)
+            return prefill_question(parts, read.inputs, read.prefix, request.timer)
+        source = None
+        if self.reuse is not None:
+            source = self.reuse.embeddings(read.inputs, parts, request.timer)
         state = prefill(
-            self.reader.parts,
-            inputs,
-            hosts=hosts,
+            parts,
+            read.inputs,
+            hosts=self.hosts,
             config=self.config,
-            timer=timer,
+            timer=request.timer,
             watcher=watcher,
-            encoded=None
-            if self.reuse is None
-            else self.reuse.embeddings(inputs, self.reader.parts, timer),
-            stop=read.request.cancels,
-            home=read.request.home,
+            encoded=source,
+            stop=request.cancels,
+            home=request.home,
         )
         if self.reuse is not None:
             self.reuse.store_prefix(state)

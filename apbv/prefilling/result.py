@@ -86,7 +86,7 @@ class PrefillResult:
         reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else
             None.
         timer: stage times so far; ``timer.summary()`` is collective.
-        kv: the KV, gathered on one host (host 0 unless asked otherwise) or sharded.
+        kv: the KV, gathered on one host (host 0 by default) or sharded.
         model: returns the identity of the model that prefilled, for saved KV; called on demand,
             because it reads weights.
     """
@@ -126,19 +126,19 @@ class PrefillResult:
         Returns:
             A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the
             others. It may share memory with this result; growing or cropping it leaves this result
-            as it is. With tensor
-                parallelism every TP rank gets that of its KV heads.
+            as it is. With tensor parallelism every TP rank gets that of its KV heads.
 
         Raises:
-            ValueError: the KV was gathered on host 0 and another host is asked for.
+            ValueError: the KV was gathered on host 0 and ``host`` is another one.
         """
         cache = self.kv.to_dynamic_cache(host)
         states = self.kv.states
-        return cache if None in (cache, states) else states.among(cache)
+        if cache is None or states is None:
+            return cache
+        return states.among(cache)
 
     def generate_inputs(self) -> dict[str, Any]:
-        """Return keyword arguments with which plain ``model.generate`` continues from this prefill,
-        on host 0.
+        """Return arguments with which ``model.generate`` continues from this prefill, on host 0.
 
         They are the whole prompt, an all-ones mask, explicit positions, and a cache of all tokens
         but the last, which ``generate`` then runs itself. Collective where the KV is sharded. Empty
@@ -205,9 +205,9 @@ class PrefillResult:
         """
         path = Path(path)
         hosts = self.kv.hosts
-        new_token = secrets.token_hex(8).encode() if hosts.is_leader else b""
-        token = hosts.broadcast_bytes(new_token).decode()
-        writer = Writer(path, token)
+        generation = secrets.token_hex(8).encode() if hosts.is_leader else b""
+        generation = hosts.broadcast_bytes(generation).decode()
+        writer = Writer(path, generation)
         try:
             with hosts.local_stage("saving the KV"):
                 number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
@@ -215,11 +215,13 @@ class PrefillResult:
                 share = self.kv.held()
                 if share is not None:
                     tokens, layers = share
-                    shard = writer.write_shard(number, tokens, self._own_heads(), layers)
-            of_writers = hosts.gather_json(None if shard is None else asdict(shard))
+                    shard = writer.write_shard(number, tokens, self._local_heads(), layers)
+            gathered = hosts.gather_json(None if shard is None else asdict(shard))
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
-                    shards = tuple(from_json(Shard, each) for each in of_writers if each)
+                    shards = tuple(
+                        from_json(Shard, fields) for fields in gathered if fields is not None
+                    )
                     writer.publish(self._manifest(writer, shards))
         except BaseException:
             if hosts.is_leader:
@@ -236,7 +238,7 @@ class PrefillResult:
         result is dropped, and a consumer fetches it from there.
 
         Args:
-            offers: this process's.
+            offers: this process's offers.
 
         Returns:
             On the leader the ticket with which a consumer fetches it (``ticket.to_params()`` are
@@ -253,19 +255,24 @@ class PrefillResult:
             reduction=None if self.reduction is None else self.reduction.method,
             hybrid=self._hybrid,
         )
-        drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
-        transfer, token = hosts.broadcast_bytes(drawn).decode().split()
+        names = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
+        transfer, token = hosts.broadcast_bytes(names).decode().split()
         try:
             with hosts.local_stage("offering the KV"):
-                held = self.kv.held()
-                if held is not None:
-                    offers.hold(transfer, token, Share(held[0], self._own_heads(), held[1]))
+                share = self.kv.held()
+                if share is not None:
+                    tokens, layers = share
+                    offers.hold(transfer, token, Share(tokens, self._local_heads(), layers))
                 facts = asdict(self._facts()) if hosts.is_leader else {}
-            sources = hosts.gather_json(None if held is None else offers.address)
+            addresses = hosts.gather_json(None if share is None else offers.address)
             if not hosts.is_leader:
                 return None
-            sources = tuple((host, port) for host, port in filter(None, sources))
-            ticket = Ticket(transfer=transfer, token=token, sources=sources, **facts)
+            sources = []
+            for address in addresses:
+                if address is not None:
+                    host, port = address
+                    sources.append((host, port))
+            ticket = Ticket(transfer=transfer, token=token, sources=tuple(sources), **facts)
             offers.publish(ticket)
             return ticket
         except BaseException:
@@ -274,6 +281,7 @@ class PrefillResult:
 
     @property
     def _hybrid(self) -> str | None:
+        """A hybrid model's name in a refusal; None for other models."""
         return None if self.kv.states is None else "hybrid"
 
     def _facts(self) -> KVFacts:
@@ -294,15 +302,15 @@ class PrefillResult:
         )
 
     def _positions(self) -> Tensor:
-        """Return the rotary positions as consumers compare them: ``[3, n]`` for M-RoPE models, else
-        ``[n]``."""
+        """Return the rotary positions to compare: ``[3, n]`` for M-RoPE models, else ``[n]``."""
         position_ids = self.inputs.position_ids
         return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
-    def _own_heads(self) -> range:
+    def _local_heads(self) -> range:
         """Return this process's KV heads."""
         hosts = self.kv.hosts
-        return own_heads(self.kv.cache.layers[0].keys.shape[1] * hosts.tensor_parallel_size, hosts)
+        num_local_heads = self.kv.cache.layers[0].keys.shape[1]
+        return own_heads(num_local_heads * hosts.tensor_parallel_size, hosts)
 
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
@@ -319,9 +327,9 @@ class PrefillResult:
                 self.reduction.num_before,
                 tuple(self.reduction.kept.tolist()),
             )
-        prompt = {"logits": self.logits, "position_ids": self._positions()}
+        tensors = {"logits": self.logits, "position_ids": self._positions()}
         if self.kv.states is not None:
-            prompt |= self.kv.states.named
+            tensors |= self.kv.states.named
         return Manifest(
             **asdict(self._facts()),
             generation=writer.generation,
@@ -334,7 +342,7 @@ class PrefillResult:
             reduction=reduction,
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,
-            prompt=writer.write_prompt(**prompt),
+            prompt=writer.write_prompt(**tensors),
             shards=shards,
         )
 

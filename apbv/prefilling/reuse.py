@@ -59,8 +59,8 @@ class ByteBoundedCache:
         self._entries[key] = value, num_bytes
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
-            _, (_, freed) = self._entries.popitem(last=False)
-            self.num_bytes -= freed
+            _, (_, num_freed_bytes) = self._entries.popitem(last=False)
+            self.num_bytes -= num_freed_bytes
 
 
 def stored_rows(
@@ -74,8 +74,8 @@ def stored_rows(
     """
     first = visual.pieces[visual.host].start
     for chunk in chunks:
-        wanted = visual.rows_of(chunk)
-        yield rows[wanted.start - first : wanted.stop - first].to(device)
+        of_chunk = visual.rows_of(chunk)
+        yield rows[of_chunk.start - first : of_chunk.stop - first].to(device)
 
 
 def _storing(
@@ -87,14 +87,15 @@ def _storing(
         num_rows: its number of rows.
         store: called with all rows when complete, in CPU memory because long videos need the GPU's.
     """
-    made = []
+    stored = []
+    num_stored = 0
     with closing(source(chunks)) as encoded:
         for rows in encoded:
-            made.append(rows.cpu())
-            if (
-                sum(map(len, made)) == num_rows
-            ):  # before the last is yielded: the consumer may not ask for more
-                store(torch.cat(made))
+            stored.append(rows.cpu())
+            num_stored += len(rows)
+            # Before the last rows are yielded: the consumer may not ask for more.
+            if num_stored == num_rows:
+                store(torch.cat(stored))
             yield rows
 
 
@@ -110,23 +111,21 @@ class Reuse:
         self._cache = ByteBoundedCache(config.max_bytes)
 
     def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
-        """Return whether every host has cached its frames' embeddings, or has no frames;
-        collective."""
+        """Return whether every host with frames has cached their embeddings; collective."""
         visual = inputs.visual
         if self.mode != "exact" or visual is None:
             return False
-        return _all_hosts_have(
-            hosts, visual.identity in self._cache or not visual.pieces[visual.host]
-        )
+        has_no_frames = not visual.pieces[visual.host]
+        return _all_hosts_have(hosts, has_no_frames or visual.identity in self._cache)
 
     def embeddings(
         self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer
     ) -> VisualRows | None:
-        """Return a source of this host's visual embeddings: the cache, or the vision tower, whose
-        rows are then cached.
+        """Return a source of this host's visual embeddings.
 
         Returns:
-            None if embeddings are not stored.
+            The cache; else the vision tower, whose rows it stores in the cache; None if embeddings
+            are not stored.
         """
         visual = inputs.visual
         if self.mode != "exact" or visual is None or visual.identity is None:
@@ -136,16 +135,16 @@ class Reuse:
             return partial(stored_rows, rows, visual, parts.device)
         tower = partial(tower_rows, parts, visual, timer)
         num_rows = len(visual.pieces[visual.host])
-        put = self._cache.put
-        return partial(
-            _storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes)
-        )
+
+        def store(rows: Tensor) -> None:
+            self._cache.put(visual.identity, rows, rows.nbytes)
+
+        return partial(_storing, tower, num_rows, store)
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
-        """Return the cached prefill of an earlier prompt with the same prefix, if all hosts have
-        it; collective.
+        """Return the cached prefill of a prompt with the same prefix; collective.
 
-        Its KV ends before the question.
+        Its KV ends before the question. None if a host lacks it.
         """
         if self.mode != "kv":
             return None
@@ -171,10 +170,10 @@ def prefill_question(
     """Prefill a prompt's question on top of the cached KV of the tokens before it; collective.
 
     Args:
-        before: as :meth:`Reuse.find_prefix` returned it.
+        before: what :meth:`Reuse.find_prefix` returned.
 
     Returns:
-        The result as of :func:`apbv.prefill`; it is ``exact`` where the stored KV is.
+        The result, as :func:`apbv.prefill` returns it; it is ``exact`` if the stored KV is.
     """
     start = inputs.query_start
     hosts = before.kv.hosts
@@ -182,9 +181,8 @@ def prefill_question(
     position = int(inputs.position_ids[..., start].flatten()[-1])
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
         kv = before.kv.behind(layout)
-        logits = Decoder(parts, kv, position).advance(
-            inputs.input_ids[0, start:].tolist(), last_only=True
-        )
+        question = inputs.input_ids[0, start:].tolist()
+        logits = Decoder(parts, kv, position).advance(question, last_only=True)
         if kv.attending is None:  # host 0 ran it alone
             if logits is None:
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
@@ -206,12 +204,12 @@ def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
 
     Hosts cache different numbers of bytes, so they evict values at different times.
     """
-    return all(found for (found,) in hosts.gather_floats([has_value]))
+    answers = hosts.gather_floats([float(has_value)])
+    return all(answer[0] for answer in answers)
 
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:
-    """Return the cache key of the KV before the question; None if it is unknown, or there is no
-    such KV."""
+    """Return the cache key of the KV before the question; None if it cannot be cached."""
     visual = inputs.visual
     audio = inputs.audio
     if not inputs.query_start or (visual is not None and visual.identity is None):
@@ -219,9 +217,9 @@ def _prefix_key(inputs: ModelInputs) -> Hashable:
     if audio is not None and audio.sources is None:
         return None
     # Positions too: the same frames of a longer part of a video lie further apart.
-    prefix = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
-    prefix += inputs.position_ids[..., : inputs.query_start].numpy().tobytes()
+    tokens = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
+    positions = inputs.position_ids[..., : inputs.query_start].numpy().tobytes()
+    digest = hashlib.sha256(tokens + positions).digest()
     visual_identity = None if visual is None else visual.identity
     audio_sources = None if audio is None else audio.sources
-    digest = hashlib.sha256(prefix).digest()
     return digest, inputs.position_rule, visual_identity, audio_sources

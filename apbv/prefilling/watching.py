@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import get_ident
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hosts import HostGroup
+from ..layout import ContextLayout
 from ..model.attention import LayerAttention
 from ..transfer import numbers_in, to_device
 from .methods import PrefillMethod
@@ -23,7 +25,7 @@ class SplitPrompt:
         method: computes their attention.
         query_start: the first token of the question.
         is_visual: which tokens are visual, bool ``[n]``.
-        layout: the method's.
+        layout: how the method splits them.
         hosts: the hosts that compute.
         num_tokens: n.
         local: the tokens that this host computes, in the order of its rows.
@@ -32,6 +34,10 @@ class SplitPrompt:
     method: PrefillMethod
     query_start: int
     is_visual: Tensor
+    layout: ContextLayout = field(init=False)
+    hosts: HostGroup = field(init=False)
+    num_tokens: int = field(init=False)
+    local: Tensor = field(init=False)
 
     def __post_init__(self):
         self.layout = self.method.layout
@@ -52,27 +58,28 @@ class SplitPrompt:
     @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
-        return to_device(
-            self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device
-        )
+        is_visual = self.is_visual[self.owned[self.hosts.rank]]
+        return to_device(is_visual.nonzero().flatten(), self.hosts.device)
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the indices of tokens among this host's local ones."""
-        place = torch.zeros(self.num_tokens, dtype=torch.long)
-        place[self.local] = torch.arange(len(self.local))
-        return place[tokens]
+        row_of_token = torch.zeros(self.num_tokens, dtype=torch.long)
+        row_of_token[self.local] = torch.arange(len(self.local))
+        return row_of_token[tokens]
 
 
 class Watcher:
-    """Observer of one prompt's prefill. Every host observes the tokens that it keeps; the base
-    class nothing.
+    """Observer of one prompt's prefill; every host observes the tokens that it keeps.
+
+    The base class observes nothing.
 
     Attributes:
-        prompt: the prompt.
+        prompt: the prompt, from :meth:`begin` on.
         wants_attention: whether it gets queries and keys of every layer.
         hidden_layers: the decoder layers whose inputs it gets (0: the embeddings).
     """
 
+    prompt: SplitPrompt
     wants_attention = False
     hidden_layers: Collection[int] = ()
 
@@ -81,10 +88,9 @@ class Watcher:
         self.prompt = prompt
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
-        """Ask for the scores as soon as they are known, if that is before the prefill ends; here it
-        is not.
+        """Ask for the scores as soon as they are known, if that is before the prefill ends.
 
-        Called on every host before the prefill, or on none.
+        Called on every host before the prefill, or on none. By default they are not known earlier.
 
         Args:
             offer: takes the scores; returns false to be called again in the next layer.
@@ -95,20 +101,19 @@ class Watcher:
 
         Args:
             q: the question's query states ``[1, Hq, n_q, D]``, post-RoPE.
-            keys: ``[1, Hkv, S, D]``, among them those of the tokens that this host keeps.
-            rows: the indices of these, ``[T]`` in cache order.
+            keys: ``[1, Hkv, S, D]``, among them the keys of the T tokens that this host keeps.
+            rows: the indices of these T keys, ``[T]`` in cache order.
         """
 
     def on_hidden(
         self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None
     ) -> None:
-        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass whose result is
-        final.
+        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the final pass.
 
         Args:
             question: the question's rows; None in a pass without it.
-            owned: those of the tokens that this host keeps, in cache order; None in a pass without
-                them.
+            owned: the rows of the tokens that this host keeps, in cache order; None in a pass
+                without them.
         """
 
     def on_nothing(self) -> None:
@@ -124,24 +129,30 @@ class Watcher:
             local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no
                 scores.
         """
-        numbers = self.prompt.is_visual.long().cumsum(0) - 1
-        hosts = self.prompt.hosts
+        prompt = self.prompt
+        hosts = prompt.hosts
         # Of every host the visual tokens that it keeps, in cache order, by number among all visual
         # tokens.
-        owned = [numbers[tokens[self.prompt.is_visual[tokens]]] for tokens in self.prompt.owned]
+        number_of_token = prompt.is_visual.long().cumsum(0) - 1
+        numbers = []
+        for tokens in prompt.owned:
+            visual_tokens = tokens[prompt.is_visual[tokens]]
+            numbers.append(number_of_token[visual_tokens])
         if local is None:
-            local = torch.zeros(*lead, len(owned[hosts.rank]), device=hosts.device)
-        gathered = hosts.gather_rows(local.float(), [*map(len, owned)], dim=len(lead)).wait()
-        return torch.cat(gathered, dim=-1).cpu()[..., torch.cat(owned).argsort()]
+            local = torch.zeros(*lead, len(numbers[hosts.rank]), device=hosts.device)
+        lengths = [len(of_host) for of_host in numbers]
+        gathered = hosts.gather_rows(local.float(), lengths, dim=len(lead)).wait()
+        in_prompt_order = torch.cat(numbers).argsort()
+        return torch.cat(gathered, dim=-1).cpu()[..., in_prompt_order]
 
     def over_hosts(self, lse: Tensor) -> Tensor:
-        """Merge a log-sum-exp over each host's keys into that over all; collective where a prompt
-        is split."""
-        return (
-            self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0)
-            if self.prompt.layout.is_split
-            else lse
-        )
+        """Merge log-sum-exps over each host's keys into one over all keys.
+
+        Collective where a prompt is split.
+        """
+        if not self.prompt.layout.is_split:
+            return lse
+        return self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0)
 
 
 @contextmanager
@@ -162,16 +173,16 @@ def shown_to(
         yield attention
         return
     device = prompt.hosts.device
-    question = owned = None
+    question = None
+    owned = None
     if has_context:
         owned = to_device(prompt.rows_of(prompt.owned[prompt.hosts.rank]), device)
-    if has_question:
-        rows = (
-            prompt.rows_of(prompt.question) if has_context else prompt.question - prompt.query_start
-        )
-        question = to_device(rows, device)
+    if has_question and has_context:
+        question = to_device(prompt.rows_of(prompt.question), device)
+    elif has_question:
+        question = to_device(prompt.question - prompt.query_start, device)
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+    def observed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         rows = torch.arange(k.shape[2], device=device) if owned is None else owned
         watcher.on_layer(q[:, :, question], k, scale, rows)
         return attention(q, k, v, scale, layer)
@@ -180,11 +191,14 @@ def shown_to(
     with ExitStack() as hooks:
         for layer in watcher.hidden_layers:
 
-            def show(module, args, kwargs, layer=layer):
+            def observe(module, args, kwargs, layer=layer):
                 if get_ident() == thread:  # another may decode with the same model
                     hidden = args[0] if args else kwargs["hidden_states"]
                     watcher.on_hidden(layer, hidden[0], question, owned)
 
-            hook = decoder.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+            hook = decoder.layers[layer].register_forward_pre_hook(observe, with_kwargs=True)
             hooks.callback(hook.remove)
-        yield watched if has_question and watcher.wants_attention else attention
+        if has_question and watcher.wants_attention:
+            yield observed_attention
+        else:
+            yield attention

@@ -43,18 +43,15 @@ class BesideDraft:
             read = prefiller.read(request)
         with closing(read):
             try:
-                watcher = (
-                    make_watcher(self._config, self._target)
-                    if read.inputs.visual is not None
-                    else None
-                )
+                watcher = None
+                if read.inputs.visual is not None:
+                    watcher = make_watcher(self._config, self._target)
                 if watcher is not None and self._config.concurrent_prefill:
                     # The draft can use its scores before the prefill ends.
                     watcher.request_early(partial(self._pair.send_scores, waits=False))
                 # It cannot be cancelled: the draft host would be lost with it.
-                state = prefiller.run(
-                    replace(read, request=replace(read.request, may_cancel=False)), watcher
-                )
+                uncancellable = replace(read.request, may_cancel=False)
+                state = prefiller.run(replace(read, request=uncancellable), watcher)
                 if not self._config.concurrent_prefill:
                     self._pair.allow_prefill()
                 answered = self._decode(read.request, watcher, state)
@@ -113,8 +110,9 @@ class DraftHost:
         return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
-        """Read the prompt and draft while the target prefills, unless the target's scores, or the
-        end of its prefill, have to be awaited first.
+        """Read the prompt and draft while the target prefills.
+
+        If the draft needs the target's scores, or the end of its prefill, it awaits them first.
 
         Returns:
             The new tokens, and the report.
@@ -148,8 +146,8 @@ class DraftHost:
             awaited=awaited,
         )
         with timer.stage("draft"):
-            made = STRATEGIES[config.strategy].build(task)
+            draft = STRATEGIES[config.strategy].build(task)
         with timer.stage("decode"):
             last = int(inputs.input_ids[0, -1])
             is_auto = config.num_draft_tokens == "auto"
-            return draft_beside(link, made, last, stops_with_target=is_auto)
+            return draft_beside(link, draft, last, stops_with_target=is_auto)

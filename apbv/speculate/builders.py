@@ -45,14 +45,15 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
 
 
 def draft_by_model(task: DraftTask) -> Draft:
-    """Draft with the draft model, on all text and sound, and the visual tokens that ``task.keep``
-    chooses."""
+    """Draft with the draft model, on all text and sound, and on visual tokens by ``task.keep``."""
     rows = encode_visual(task.draft, task.inputs.visual)
-    if not task.inputs.num_visual_tokens or task.keep == "full":
-        return _draft_on_tokens(task, rows, torch.arange(task.inputs.num_visual_tokens))
+    all_visual = torch.arange(task.inputs.num_visual_tokens)
+    if not len(all_visual) or task.keep == "full":
+        return _draft_on_tokens(task, rows, all_visual)
     if task.config.prune == "prompt":
         return _draft_on_tokens(task, rows, kept_visual_tokens(task, rows))
-    first = _draft_on_tokens(task, rows, torch.arange(task.inputs.num_visual_tokens))
+    # Read the whole prompt, and prune the KV once the scores are known.
+    first = _draft_on_tokens(task, rows, all_visual)
     if task.awaited is None:
         return _prune_kv(task, rows, first)
     return replace(first, successor=partial(_prune_kv, task, rows, first), awaited=task.awaited)
@@ -70,14 +71,14 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
     if draft.drafter is not None:
         visual = task.is_visual.nonzero().flatten()[kept]
         text = (~task.is_visual).nonzero().flatten()
-        text = text[: len(text) - task.leave_last]
+        if task.leave_last:  # the KV lacks the last token
+            text = text[:-1]
         draft.drafter.prune_prompt(torch.cat([text, visual]).sort().values)
     return Draft(draft.drafter, len(kept), kept)
 
 
 def draft_text_only(task: DraftTask) -> Draft:
-    """Draft with the draft model, on the prompt's text alone, and on its sound where the draft
-    hears."""
+    """Draft with the draft model, on the prompt's text alone, and on its sound if it hears."""
     nothing = torch.empty(0, dtype=torch.long)
     if task.draft.sees or not task.target.sees:
         cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
@@ -87,42 +88,47 @@ def draft_text_only(task: DraftTask) -> Draft:
     text = task.text_ids[None]
     # As ModelDrafter does for tokens outside its vocabulary.
     text = text.where(text < task.draft.vocab_size, 0)
-    count = text.shape[1]
+    num_tokens = text.shape[1]
     cache = None
     if task.is_home:
-        cache = run_prompt(task.draft, text, torch.arange(count)[None])
-    return Draft(task.drafter(task.draft, cache, next_position=count), 0, nothing)
+        cache = run_prompt(task.draft, text, torch.arange(num_tokens)[None])
+    return Draft(task.drafter(task.draft, cache, next_position=num_tokens), 0, nothing)
 
 
 def draft_by_ensemble(task: DraftTask) -> Draft:
-    """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as
-    ``vanilla`` does."""
+    """Draft with one model that reads the prompt in several contexts (TABED).
+
+    A prompt of text is read as by ``vanilla``.
+    """
     if not task.inputs.num_visual_tokens:
         return draft_by_model(task)
     rows = None
     kept = torch.empty(0, dtype=torch.long)
-    if set(task.config.ensemble) & set("MP"):  # the others are text
+    ensemble = task.config.ensemble
+    if "M" in ensemble or "P" in ensemble:  # the other contexts are text
         rows = encode_visual(task.draft, task.inputs.visual)
         kept = kept_visual_tokens(task, rows)
     contexts = read_contexts(task, kept, rows)
-    return Draft(EnsembleDrafter(task, contexts) if contexts else None, len(kept), kept)
+    drafter = EnsembleDrafter(task, contexts) if contexts else None
+    return Draft(drafter, len(kept), kept)
 
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text and each layer's and head's most attended visual KV
-    (STD)."""
-    scores = task.scores() if task.inputs.num_visual_tokens else []
+    """Draft with the target on all text and every head's most attended visual KV (STD)."""
     count = task.num_kept
-    nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
-    best = [layer.topk(count, dim=1).indices for layer in scores] or [
-        nothing
-    ] * task.target.num_layers
+    if task.inputs.num_visual_tokens:
+        best = [scores.topk(count, dim=1).indices for scores in task.scores()]
+    else:
+        nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
+        best = [nothing] * task.target.num_layers
     return Draft(_own_kv_drafter(task, best), count)
 
 
 def draft_on_latest_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text, which has the first tokens, and the latest visual KV
-    (StreamingLLM)."""
+    """Draft with the target on all text and the latest visual KV (StreamingLLM).
+
+    The text has the first tokens.
+    """
     num_visual = task.inputs.num_visual_tokens
     latest = torch.arange(num_visual - min(task.num_kept, num_visual), num_visual)
     of_every_head = latest.expand(task.target.num_kv_heads, -1)
@@ -131,35 +137,35 @@ def draft_on_latest_kv(task: DraftTask) -> Draft:
 
 
 def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
-    """Return a drafter of the target on all text and, per layer and KV head, these visual tokens
-    ``[Hkv, T]``."""
+    """Return a drafter that is the target on all text and some visual tokens.
+
+    Args:
+        visual: for each layer and KV head the visual tokens, by number, ``[Hkv, T]``.
+    """
     visual_tokens = task.is_visual.nonzero().flatten()
     text_tokens = (~task.is_visual).nonzero().flatten().expand(task.target.num_kv_heads, -1)
-    chosen = [
-        torch.cat([text_tokens, visual_tokens[places]], dim=1).sort(dim=1).values
-        for places in visual
-    ]
+    chosen = []
+    for numbers in visual:
+        tokens = torch.cat([text_tokens, visual_tokens[numbers]], dim=1)
+        chosen.append(tokens.sort(dim=1).values)
     return task.drafter(task.target, task.state.kv.select(chosen))
 
 
 def draft_by_first_layers(task: DraftTask) -> Draft:
-    """Draft with the target's first layers and its head, on the KV that these layers have
-    (LayerSkip).
+    """Draft with the target's first layers and its head, on these layers' KV (LayerSkip).
 
     The authors train a model for that; here, as in STD's paper, it is any model.
     """
     num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
     cache = task.state.kv.first_layers(num_layers)
-    return Draft(
-        task.drafter(task.target.with_first_layers(num_layers), cache),
-        task.inputs.num_visual_tokens,
-    )
+    drafter = task.drafter(task.target.with_first_layers(num_layers), cache)
+    return Draft(drafter, task.inputs.num_visual_tokens)
 
 
 def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
-    text = task.text_ids.tolist()
-    return Draft(NgramDrafter(text) if task.is_home else None, 0)
+    drafter = NgramDrafter(task.text_ids.tolist()) if task.is_home else None
+    return Draft(drafter, 0)
 
 
 def keep_specvlm(attention: Tensor, count: int) -> Tensor:
@@ -174,8 +180,9 @@ def keep_specvlm(attention: Tensor, count: int) -> Tensor:
         attention: ``[visual tokens]``, at least 0.
     """
     order = attention.argsort(descending=True, stable=True)
-    held = attention[order].double().cumsum(dim=0)
-    num_attended = min(count, int((held < 0.4 * held[-1]).sum()) + 1)
+    cumulative = attention[order].double().cumsum(dim=0)
+    num_below = int((cumulative < 0.4 * cumulative[-1]).sum())
+    num_attended = min(count, num_below + 1)
     attended = order[:num_attended]
     others = order[num_attended:].sort().values
     spaced = others[keep_even(len(others), count - num_attended)]

@@ -32,8 +32,7 @@ def prefill_draft(
     rows: Tensor | None,
     home: int = 0,
 ) -> DynamicCache | None:
-    """Draft prefill on the prompt's text and audio and some of its visual tokens, on one host;
-    collective.
+    """Draft prefill on text, audio and some of the visual tokens, on one host; collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is
     left out, as in HIPPO's experiments with a model that hears. Without frame parallelism nothing
@@ -55,31 +54,52 @@ def prefill_draft(
     visual = is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
 
-    def at_home(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor) -> Tensor:
-        if not source.is_shared_out:  # every host has them all
-            return rows[to_device(kept, rows.device)] if hosts.rank == home else rows[:0]
-        wanted = [kept if host == home else kept[:0] for host in range(hosts.size)]
-        return move_rows(rows, [*map(numbers_in, source.pieces)], wanted, hosts)
-
     merged = LocalVisual()
     if len(kept_visual):
-        shown = at_home(rows, inputs.visual, kept_visual)
-        merged.streams = list(shown.split(parts.hidden_size, dim=-1))
+        visual_rows = _send_home(rows, inputs.visual, kept_visual, hosts, home)
+        merged.streams = list(visual_rows.split(parts.hidden_size, dim=-1))
     if inputs.audio is not None:
-        everything = torch.arange(inputs.num_audio_tokens)
-        merged.audio = at_home(encode_audio(parts, inputs.audio), inputs.audio, everything)
+        all_audio = torch.arange(inputs.num_audio_tokens)
+        audio_rows = encode_audio(parts, inputs.audio)
+        merged.audio = _send_home(audio_rows, inputs.audio, all_audio, hosts, home)
     if hosts.rank != home:
         return None
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
+
+
+def _send_home(
+    rows: Tensor, media: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, home: int
+) -> Tensor:
+    """Send the kept rows to the host that drafts; collective if the rows are shared out.
+
+    Args:
+        rows: of this host's share.
+        kept: the numbers of the kept rows, ascending.
+
+    Returns:
+        The kept rows on that host; no rows elsewhere.
+    """
+    if not media.is_shared_out:  # every host has them all
+        if hosts.rank != home:
+            return rows[:0]
+        return rows[to_device(kept, rows.device)]
+    rows_of_hosts = [numbers_in(piece) for piece in media.pieces]
+    needed = [kept if host == home else kept[:0] for host in range(hosts.size)]
+    return move_rows(rows, rows_of_hosts, needed, hosts)
 
 
 @torch.no_grad()
 def run_prompt(
     parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
 ) -> DynamicCache:
-    """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return
-    its KV."""
-    embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
+    """Run a model over a prompt ``[1, n]``, and return its KV.
+
+    Args:
+        merged: the rows in place of visual and audio tokens; None for a text.
+    """
+    if merged is None:
+        merged = LocalVisual()
+    embeds, extra = merged.merge_into(parts, input_ids)
     cache = DynamicCache()
     with parts.rotary_of_prompt(int(position_ids.max()) + 1):
         parts.language_model(
@@ -154,13 +174,13 @@ class DraftTask:
     @property
     def num_kept(self) -> int:
         """The number of visual tokens that a pruned draft sees."""
-        count = self.config.keep_tokens
         num_visual = self.inputs.num_visual_tokens
-        if count is None:
-            wanted = round(self.config.keep_ratio * num_visual)
+        if self.config.keep_tokens is None:
+            count = round(self.config.keep_ratio * num_visual)
         else:
-            wanted = count - (self.inputs.num_tokens - num_visual)
-        return min(num_visual, max(1, wanted))
+            num_text = self.inputs.num_tokens - num_visual
+            count = self.config.keep_tokens - num_text
+        return min(num_visual, max(1, count))
 
     def drafter(self, parts: ModelParts, cache, next_position: int | None = None) -> Drafter | None:
         """Return a drafter that continues from a cache; None if there is no cache.
@@ -170,14 +190,22 @@ class DraftTask:
         """
         if cache is None:
             return None
-        num_left_out = int(self.leave_last)
-        if num_left_out:
-            cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
-        position = position - num_left_out
-        length = self.inputs.num_tokens - num_left_out
-        settings = self.sampling, self.vocab_size, self.drafts_tree, self.inputs.input_ids
-        return ModelDrafter(parts, cache, position, length, *settings)
+        length = self.inputs.num_tokens
+        if self.leave_last:
+            cache.crop(-1)
+            position -= 1
+            length -= 1
+        return ModelDrafter(
+            parts,
+            cache,
+            position,
+            length,
+            self.sampling,
+            self.vocab_size,
+            self.drafts_tree,
+            self.inputs.input_ids,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ that it has already computed for them, and rolls the rest back. There is thus no
 accepted tokens that could be wrong.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,11 @@ _LONGEST_NGRAM = 3  # the number of tokens that are looked up first; then fewer
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft: proposed tokens.
+    """Proposed tokens.
 
     Attributes:
-        tokens: of nodes 1, 2, … of the requested tree; for a chain possibly fewer than requested.
+        tokens: the tokens of nodes 1, 2, … of the requested tree; for a chain possibly fewer than
+            requested.
         q: ``[len(tokens), Vq]`` in fp64, on any device, the distributions that the tokens were
             drawn from; None if they were not drawn.
     """
@@ -41,9 +42,9 @@ class Proposal:
 
 
 def pack_tokens(tokens: Sequence[int], most: int) -> list[int]:
-    """Encode at most ``most`` tokens as a message of ``1 + most`` numbers: their count, the tokens,
-    and zeros."""
-    return [len(tokens), *tokens, *[0] * (most - len(tokens))]
+    """Encode at most ``most`` tokens as ``1 + most`` numbers: count, tokens, and zeros."""
+    padding = [0] * (most - len(tokens))
+    return [len(tokens), *tokens, *padding]
 
 
 def unpack_tokens(numbers: Sequence[int]) -> list[int]:
@@ -62,11 +63,14 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Drafter:
-    """Interface of a drafter."""
+    """Proposes tokens."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
-        """Draft the continuation of all new ``tokens`` (at least one) since the prompt; the last is
-        the root.
+        """Draft the continuation of an answer.
+
+        Args:
+            tokens: all tokens since the prompt, at least one; the last is the tree's root.
+            tree: the nodes to propose tokens for.
 
         Raises:
             NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for
@@ -75,11 +79,10 @@ class Drafter:
         raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by
-        default nothing.
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
 
-        The first new token, which the prefill chose, is never among them. Only with sequential
-        drafting.
+        By default nothing is learnt. The first new token, which the prefill chose, is never among
+        them. Only with sequential drafting.
         """
 
 
@@ -91,7 +94,8 @@ class ModelDrafter(Drafter):
     appends, and drafts by itself.
 
     Attributes:
-        parts, cache, position, vocab_size: as below; the position is that of the first new token.
+        parts, cache, vocab_size: see below.
+        position: the rotary position of the first new token.
         newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV
             of verified tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
@@ -155,82 +159,105 @@ class ModelDrafter(Drafter):
     def _chain(
         self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree
     ) -> Proposal:
+        """Draft a chain, as deep as the tree.
+
+        Args:
+            missing: the last of ``tokens``, which the cache lacks.
+        """
         choices = []
-        rows = []
+        distributions = []
         for _ in range(tree.depth):
-            choice, row = self._next(missing, tokens, [choice.tokens for choice in choices])
+            drafted_so_far = [choice.tokens for choice in choices]
+            choice, distribution = self._next(missing, tokens, drafted_so_far)
             choices.append(choice)
-            if row is not None:
-                rows.append(row)
+            if distribution is not None:
+                distributions.append(distribution)
             missing = choice.tokens  # which the CPU does not know yet
         drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
-        return Proposal(drafted, torch.stack(rows) if rows else None)
+        q = torch.stack(distributions) if distributions else None
+        return Proposal(drafted, q)
 
     def _branches(self, tokens: Sequence[int], missing: Sequence[int], tree: Tree) -> Proposal:
-        logits, levels = self._read(missing), []  # of each level the tokens, chosen on the device
+        """Draft a tree, level by level.
+
+        Args:
+            missing: the last of ``tokens``, which the cache lacks.
+        """
+        logits = self._read(missing)
         self._cached = list(tokens)
         self._tree = tree
-        for depth, nodes in enumerate(tree.inner_levels):
+        levels: list[Choice] = []  # of each level the tokens, chosen on the device
+        for depth, parents in enumerate(tree.inner_levels):
             if depth:
-                self._nodes_in_cache += nodes
-                # The first node of their level.
-                above = tree.children[tree.inner_levels[depth - 1][0]][0]
-                ids = levels[-1].tokens.index_select(
-                    0, self._indices(node - above for node in nodes)
-                )
-                visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
-                positions = [self.position + self._num_cached + depth - 1] * len(nodes)
-                logits = self._runner.run(ids, positions, visible)[:, : self.vocab_size]
+                first_of_level = tree.children[tree.inner_levels[depth - 1][0]][0]
+                places = [node - first_of_level for node in parents]
+                parent_tokens = levels[-1].tokens.index_select(0, self._indices(places))
+                logits = self._run_nodes(parents, parent_tokens, depth)
             if self._penalties is not None:
                 drafted = torch.cat([level.tokens for level in levels]) if levels else ()
-                precede = tree.visible[list(nodes), 1 : 1 + len(drafted)]
-                logits = self._penalties.penalised(
-                    logits, tokens[self._answer_start :], drafted, precede
-                )
-            levels.append(
-                self._choose_children(logits, [len(tree.children[node]) for node in nodes])
-            )
-        drafted = Choice.joined(levels).read() if levels else []
-        self._drafted = [tokens[-1], *drafted]
-        return Proposal(drafted)
+                is_ancestor = tree.visible[list(parents), 1 : 1 + len(drafted)]
+                answer = tokens[self._answer_start :]
+                logits = self._penalties.penalised(logits, answer, drafted, is_ancestor)
+            num_children = [len(tree.children[node]) for node in parents]
+            levels.append(self._choose_children(logits, num_children))
+        drafted_tokens = Choice.joined(levels).read() if levels else []
+        self._drafted = [tokens[-1], *drafted_tokens]
+        return Proposal(drafted_tokens)
+
+    def _run_nodes(self, nodes: Sequence[int], tokens: Tensor, depth: int) -> Tensor:
+        """Run nodes of one level of the tree, cache their KV, and return their logits ``[S, V]``.
+
+        Args:
+            tokens: the nodes' tokens, ``[S]``.
+            depth: their distance from the root.
+        """
+        self._nodes_in_cache += nodes
+        visible = self._tree.visible[list(nodes)][:, self._nodes_in_cache]
+        position = self.position + self._num_cached + depth - 1
+        logits = self._runner.run(tokens, [position] * len(nodes), visible)
+        return logits[:, : self.vocab_size]
 
     def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
-        """Choose for each row of logits ``[S, V]`` a number of most probable tokens,
-        concatenated."""
+        """Choose for each row of logits ``[S, V]`` its most probable tokens, concatenated.
+
+        Args:
+            counts: how many, for each row.
+        """
         most = max(counts)
         best = logits.topk(most, dim=-1)
         # NaN counts as the largest number.
         is_finite = best.values[:, :1].isfinite().expand(-1, most)
-        wanted = self._indices(
-            row * most + rank for row, count in enumerate(counts) for rank in range(count)
-        )
+        places = []
+        for row, count in enumerate(counts):
+            places.extend(range(row * most, row * most + count))
+        indices = self._indices(places)
         return Choice(
-            *(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite))
+            best.indices.flatten().index_select(0, indices),
+            is_finite.flatten().index_select(0, indices),
         )
 
-    def _indices(self, numbers: Iterable[int]) -> Tensor:
-        return to_device(list(numbers), self.parts.device)
+    def _indices(self, numbers: list[int]) -> Tensor:
+        return to_device(numbers, self.parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if
-        greedy."""
+        """Yield drafted tokens, each with its distribution ``[Vq]``; None if it was not drawn."""
         sequence = list(tokens)
         missing = self._roll_back(tokens)
         while True:
-            choice, row = self._next(missing, sequence)
+            choice, distribution = self._next(missing, sequence)
             self._cached = sequence[: self._num_cached]
             missing = choice.read()
             sequence += missing
-            yield missing[0], row
+            yield missing[0], distribution
 
     def prune_prompt(self, rows: Tensor) -> None:
-        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV
-        stays."""
+        """Keep only these rows of the prompt's KV, ``[T]`` ascending; new tokens' KV stays."""
         length = self.cache.get_seq_length()
-        heads = self.cache.layers[0].keys.shape[1]
+        num_heads = self.cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
-        self._continue(select_kv(self.cache, [rows.expand(heads, -1)] * len(self.cache.layers)))
+        rows_of_heads = rows.expand(num_heads, -1)
+        self._continue(select_kv(self.cache, [rows_of_heads] * len(self.cache.layers)))
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
@@ -240,21 +267,23 @@ class ModelDrafter(Drafter):
     def _next(
         self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
     ) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the next one; return its distribution
-        ``[Vq]``, too.
+        """Run tokens that the cache lacks, and choose the next one.
 
         Args:
-            tokens: the new tokens, and ``drafted``, ``[1]`` each, those after them.
+            tokens: the new tokens.
+            drafted: the drafted tokens after them, ``[1]`` each.
+
+        Returns:
+            The choice, and the distribution ``[Vq]`` it was drawn from, or None if it was not.
         """
         logits = self._read(missing)
         if self._penalties is not None:
             answer = tokens[self._answer_start :]
-            logits = self._penalties.penalised(
-                logits, answer, torch.cat(drafted) if drafted else ()
-            )
+            drafted_tokens = torch.cat(drafted) if drafted else ()
+            logits = self._penalties.penalised(logits, answer, drafted_tokens)
         place = self._prompt_len + self._num_cached
-        choice, (row,) = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
-        return choice, row
+        choice, distributions = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
+        return choice, distributions[0]
 
     def _read(self, missing: Sequence[int] | Tensor) -> Tensor:
         """Run tokens that the cache lacks, and return the logits after the last."""
@@ -265,8 +294,7 @@ class ModelDrafter(Drafter):
         return logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after
-        the last."""
+        """Run the model, cache the KV, and return the logits ``[1, Vq]`` after the last token."""
         first = self.position + self._num_cached
         logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
         return logits[:, : self.vocab_size]
@@ -278,27 +306,44 @@ class ModelDrafter(Drafter):
             The tokens that the cache lacks then.
         """
         known = tokens[:-1]
-        common = common_length(self._cached, known)
-        path = self._accepted(known[common:]) if common == len(self._cached) else []
+        num_common = common_length(self._cached, known)
+        accepted_nodes = []
+        if num_common == len(self._cached):
+            accepted_nodes = self._accepted(known[num_common:])
+
+        # Of the tree's nodes keep the accepted ones.
         if self._nodes_in_cache:
-            places = [self._nodes_in_cache.index(node) for node in path]
+            places = [self._nodes_in_cache.index(node) for node in accepted_nodes]
             keep_of_last(self.cache, len(self._nodes_in_cache), places)
             self._nodes_in_cache = []
-        if common < len(self._cached):
-            self.cache.crop(common - len(self._cached))
-        self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
+
+        # Of the tokens before the tree keep those that are in the answer.
+        if num_common < len(self._cached):
+            self.cache.crop(num_common - len(self._cached))
+        accepted_tokens = [self._drafted[node] for node in accepted_nodes]
+        self._cached = [*self._cached[:num_common], *accepted_tokens]
+
         if self.newest_kv is not None:
-            if len(self._cached) > self._num_replaced:
-                self.cache.crop(self._num_replaced - len(self._cached))
-            for index, (keys, values) in enumerate(self.newest_kv(len(known) - self._num_replaced)):
-                self.cache.update(keys, values, index)
-            self._cached, self._num_replaced = list(known), len(known)
+            self._take_newest_kv(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
 
+    def _take_newest_kv(self, known: Sequence[int]) -> None:
+        """Replace this drafter's KV of verified tokens by the target's.
+
+        Args:
+            known: the tokens whose KV the target has.
+        """
+        if len(self._cached) > self._num_replaced:
+            self.cache.crop(self._num_replaced - len(self._cached))
+        layers = self.newest_kv(len(known) - self._num_replaced)
+        for index, (keys, values) in enumerate(layers):
+            self.cache.update(keys, values, index)
+        self._cached = list(known)
+        self._num_replaced = len(known)
+
     def _accepted(self, following: Sequence[int]) -> list[int]:
-        """Return the nodes in the cache, from the root of the last tree on, that have these
-        tokens."""
+        """Return the cached nodes, from the last tree's root on, that have these tokens."""
         node = 0
         path = []
         for token in following:
@@ -310,8 +355,9 @@ class ModelDrafter(Drafter):
 
 
 class NgramDrafter(Drafter):
-    """Drafts by prompt lookup: the tokens that followed the latest earlier occurrence of the last
-    ones.
+    """Drafts by prompt lookup.
+
+    It proposes the tokens that followed the latest earlier occurrence of the last ones.
 
     Args:
         prompt: the prompt's token ids.
@@ -319,7 +365,8 @@ class NgramDrafter(Drafter):
 
     def __init__(self, prompt: Sequence[int]):
         self._prompt = list(prompt)
-        self._followed: dict[tuple[int, ...], int] = {}  # n-gram: the end of its latest occurrence
+        # Where the latest occurrence of an n-gram ends.
+        self._end_of: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
@@ -328,10 +375,10 @@ class NgramDrafter(Drafter):
         # successor yet.
         for end in range(self._indexed + 1, len(sequence)):
             for length in range(1, min(_LONGEST_NGRAM, end) + 1):
-                self._followed[tuple(sequence[end - length : end])] = end
+                self._end_of[tuple(sequence[end - length : end])] = end
         self._indexed = len(sequence) - 1
         for length in range(min(_LONGEST_NGRAM, len(sequence)), 0, -1):
-            end = self._followed.get(tuple(sequence[-length:]))
+            end = self._end_of.get(tuple(sequence[-length:]))
             if end is not None:
                 return Proposal(sequence[end : end + tree.depth])
         return Proposal([])

@@ -139,25 +139,24 @@ class Drafting:
         if model is None and draft is None:
             raise ValueError("give a model, a draft model, or both")
         models = Models(
-            *(
-                None if each is None else inspect_model(each, prefill.backend, decode)
-                for each in (model, draft)
-            )
+            target=None if model is None else inspect_model(model, prefill.backend, decode),
+            draft=None if draft is None else inspect_model(draft, prefill.backend, decode),
         )
-        for each in models:
-            if each is not None and config is not None:
-                refuse(hybrid=hybrid_family(each.model.config), drafting=config.strategy)
+        for parts in models:
+            if parts is not None and config is not None:
+                refuse(hybrid=hybrid_family(parts.model.config), drafting=config.strategy)
         strategy = None if config is None else STRATEGIES[config.strategy]
         # A draft host has to read requests itself.
-        if strategy and strategy.needs_draft_model and not config.draft_host:
+        if strategy is not None and strategy.needs_draft_model and not config.draft_host:
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
-            target = reads(models.target)
-            of_draft = reads(models.draft)
+            target_prompts = reads(models.target)
+            draft_prompts = reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.sees
-            if target != of_draft and not takes_text:
+            if target_prompts != draft_prompts and not takes_text:
                 raise ValueError(
-                    f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}"
+                    f"the draft cannot read the target's prompts: it reads {draft_prompts}, not "
+                    f"{target_prompts}"
                 )
         return models
 
@@ -191,22 +190,22 @@ class Drafting:
             draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
             return TakingTurns(models.target, draft, hosts, config, tokenize, self._captioner)
         pair = Pair.of(hosts, config)
-        way = (
-            DraftHost(models.draft, config, pair)
-            if pair.is_draft
-            else BesideDraft(models.target, config, pair)
-        )
+        if pair.is_draft:
+            way = DraftHost(models.draft, config, pair)
+        else:
+            way = BesideDraft(models.target, config, pair)
         hosts.require_same(
             "the kind of prompts that the model reads", reads(models.reading).encode()
         )
         return way
 
     def agree(self, sampling: SamplingParams) -> SamplingParams:
-        """Return host 0's default sampling parameters, which may differ on the draft host;
-        collective."""
+        """Return host 0's default sampling parameters; collective with a draft host.
+
+        The draft host's may differ.
+        """
         if not self._has_draft_host:
             return sampling
         defaults = self._hosts.gather_json(asdict(sampling))[0]
-        return SamplingParams(
-            **{name: value for name, value in defaults.items() if name != "logit_bias"}
-        )
+        del defaults["logit_bias"]
+        return SamplingParams(**defaults)

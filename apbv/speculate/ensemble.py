@@ -7,7 +7,6 @@ has predicted the tokens verified so far.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -29,17 +28,16 @@ from .drafters import ModelDrafter
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
 FINITE = torch.finfo(torch.float64).max
-ERROR_FLOOR = (
-    1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
-)
+# Nats: a context that was never wrong gets all the weight, without a division by zero.
+ERROR_FLOOR = 1e-6
 
 
 class AdaptedWeights:
-    """The weights of m contexts, by the KL divergences of mixtures from the target, summed over
-    verified tokens.
+    """Weights of m contexts, by the KL divergences of mixtures from the target.
 
-    Of two contexts (MT*) it takes the best of the mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More
-    contexts (MTCP*) are weighed by softmax(1 / e), e the divergence of each alone.
+    Divergences are summed over verified tokens. Of two contexts (MT*) it takes the best of the
+    mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More contexts (MTCP*) are weighed by softmax(1 /
+    e), e the divergence of each alone.
     """
 
     def __init__(self, num_contexts: int):
@@ -50,14 +48,19 @@ class AdaptedWeights:
         self._errors: Tensor | float = 0.0
 
     def learn(self, p: Tensor, q: Tensor) -> None:
-        """Learn from the target's distribution ``p [V]`` and the contexts' ``q [m, V]`` of a
-        verified token."""
+        """Learn from a verified token.
+
+        Args:
+            p: the target's distribution, ``[V]``.
+            q: the contexts' distributions, ``[m, V]``.
+        """
         self._candidates = to_device(self._candidates, q.device)
         self._errors = self._errors + kl_divergence(p, self._candidates @ q)
 
     def choose(self) -> Tensor:
         """Return weights ``[m]`` that sum to 1; after at least one token."""
-        if self._candidates.shape[1] > 2:
+        num_contexts = self._candidates.shape[1]
+        if num_contexts > 2:
             return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
         best = self._errors.nan_to_num(nan=FINITE, posinf=FINITE).argmin(dim=0, keepdim=True)
         return self._candidates.index_select(0, best)[0]
@@ -77,8 +80,9 @@ def read_contexts(
     their own.
 
     Args:
-        kept_visual, rows: for M; see :func:`apbv.speculate.draft.prefill_draft`. P needs the rows,
-            too.
+        kept_visual: the visual tokens that M keeps; see
+            :func:`apbv.speculate.draft.prefill_draft`.
+        rows: the draft's visual embeddings of this host's frames, for M and P.
 
     Returns:
         On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position
@@ -87,65 +91,86 @@ def read_contexts(
     parts = task.draft
     inputs = task.inputs
     hosts = task.hosts
-    prompt = inputs.input_ids[0]
-    line_break = task.tokenize(LINE_BREAK)
-    stand_in = parts.is_placeholder(prompt).tolist()
     contexts = []
     for letter in task.config.ensemble.rstrip("*"):
-        if letter in "MP":
-            if letter == "P":
-                cells = pooling_cells(parts, inputs)
-                if parts.projector is not None:
-                    pooled = encode_pooled(parts, inputs.visual)
-                else:
-                    # This pools the projector's output, where the paper pools its input: in other
-                    # families that may not be one row for each visual token.
-                    piece = inputs.visual.pieces[inputs.visual.host]
-                    own_cells = cells[piece.start : piece.stop] - piece.start
-                    pooled = means_of_groups(rows, own_cells, len(rows))
-                cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
-            else:
-                cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
+        if letter == "M":
+            cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
+            contexts.append((cache, inputs.next_position))
+        elif letter == "P":
+            cells = pooling_cells(parts, inputs)
+            pooled = _pooled_rows(task, cells, rows)
+            cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
             contexts.append((cache, inputs.next_position))
         elif hosts.is_leader:
-            first = line_break if letter == "T" else task.tokenize(f"image: {task.caption}")
-            ids = torch.tensor([as_text(prompt.tolist(), stand_in, first, line_break)])
-            positions = torch.arange(ids.shape[1])[None]
-            positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
-            contexts.append((run_prompt(parts, ids, positions), ids.shape[1]))
+            contexts.append(_read_text(task, with_caption=letter == "C"))
     return contexts if hosts.is_leader else []
+
+
+def _pooled_rows(task: DraftTask, cells: Tensor, rows: Tensor) -> Tensor:
+    """Return this host's visual embeddings, pooled 2 x 2; every token of a cell can stand for it.
+
+    Args:
+        cells: see :func:`pooling_cells`.
+        rows: the embeddings that are not pooled.
+    """
+    parts = task.draft
+    visual = task.inputs.visual
+    if parts.projector is not None:
+        return encode_pooled(parts, visual)
+    # This pools the projector's output, where the paper pools its input: in other families that may
+    # not be one row for each visual token.
+    piece = visual.pieces[visual.host]
+    local_cells = cells[piece.start : piece.stop] - piece.start
+    return means_of_groups(rows, local_cells, len(rows))
+
+
+def _read_text(task: DraftTask, with_caption: bool) -> tuple[DynamicCache, int]:
+    """Run the draft on the prompt as text: with a caption (C), or without (T).
+
+    Returns:
+        The KV, and the number of tokens.
+    """
+    parts = task.draft
+    prompt = task.inputs.input_ids[0]
+    line_break = task.tokenize(LINE_BREAK)
+    first = task.tokenize(f"image: {task.caption}") if with_caption else line_break
+    is_placeholder = parts.is_placeholder(prompt).tolist()
+    ids = torch.tensor([as_text(prompt.tolist(), is_placeholder, first, line_break)])
+    num_tokens = ids.shape[1]
+    positions = torch.arange(num_tokens)[None]
+    if parts.uses_mrope:
+        positions = positions.expand(3, 1, -1)
+    return run_prompt(parts, ids, positions), num_tokens
 
 
 def as_text(
     input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]
 ) -> list[int]:
-    """Replace the first run of placeholders in a prompt by ``first``, and every further run by
-    ``others``.
+    """Replace a prompt's first run of placeholders by ``first``, and all others by ``others``.
 
     The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here
     it is the run of placeholders into which the processor has expanded that one.
     """
     text = []
     replacement = first
-    for stands_in, run in groupby(
-        zip(input_ids, is_placeholder, strict=True), key=lambda pair: pair[1]
-    ):
-        if stands_in:
+    in_run = False
+    for token, stands_in in zip(input_ids, is_placeholder, strict=True):
+        if not stands_in:
+            text.append(token)
+        elif not in_run:
             text += replacement
             replacement = others
-        else:
-            text += [token for token, _ in run]
+        in_run = stands_in
     return text
 
 
 def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
-    """Return for each visual token the number of the top left one of its 2 x 2 cell, within its
-    frame or image.
+    """Return for each visual token the number of the top left one of its 2 x 2 cell.
 
-    A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the
-    tokens of LLaVA-OneVision's images, which may be resized after the projector, and those of
-    frames that lack tokens. Cells of LLaVA-NeXT's images lie within tiles, before these are put
-    together.
+    Cells lie within a frame or an image. A token outside any grid, such as a separator at a video's
+    end, is a cell by itself; so are the tokens of LLaVA-OneVision's images, which may be resized
+    after the projector, and those of frames that lack tokens. Cells of LLaVA-NeXT's images lie
+    within tiles, before these are put together.
     """
     visual = inputs.visual
     cells = torch.arange(inputs.num_visual_tokens)
@@ -169,34 +194,41 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
 
 
 def _set_image_cells(cells: Tensor, parts: ModelParts, rows: range, item: VisualItem) -> None:
-    """Write the cells of an image that a LLaVA model has cut into tiles; as of
-    :func:`pooling_cells`.
+    """Write the cells of an image that a LLaVA model has cut into tiles.
 
     Args:
-        rows: its visual tokens.
+        cells: of all visual tokens, see :func:`pooling_cells`.
+        rows: the image's visual tokens.
     """
     size = None if item.size is None else torch.tensor(item.size)
-    found = parts.image_cells(size)
-    if found is None:
+    cell_of_token = parts.image_cells(size)
+    if cell_of_token is None:
         return
-    _, groups = found.unique(return_inverse=True)
-    places = torch.arange(len(found))
-    first = places.new_full([len(found)], len(found)).scatter_reduce(0, groups, places, "amin")
-    in_cell = found >= 0
-    own = cells[rows.start : rows.stop]  # a view
-    own[in_cell] = rows.start + first[groups][in_cell]
+    num_tokens = len(cell_of_token)
+    _, groups = cell_of_token.unique(return_inverse=True)
+    places = torch.arange(num_tokens)
+    no_place = places.new_full([num_tokens], num_tokens)
+    first_of_group = no_place.scatter_reduce(0, groups, places, "amin")
+    in_cell = cell_of_token >= 0
+    cells_of_image = cells[rows.start : rows.stop]  # a view
+    cells_of_image[in_cell] = rows.start + first_of_group[groups][in_cell]
 
 
 def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Stack caches as rows of one batch, padded with zeros on the left, so that all rows grow
-    together."""
+    """Stack caches as rows of one batch, padded with zeros on the left.
+
+    The rows end together, so that they can grow together.
+    """
     longest = max(cache.get_seq_length() for cache in caches)
+
+    def pad(kv: Tensor) -> Tensor:
+        return functional.pad(kv, (0, 0, longest - kv.shape[2], 0))
+
     stacked = DynamicCache()
-    for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        keys, values = (
-            torch.cat([functional.pad(kv, (0, 0, longest - kv.shape[2], 0)) for kv in side])
-            for side in zip(*((layer.keys, layer.values) for layer in layers), strict=True)
-        )
+    for index in range(len(caches[0].layers)):
+        layers = [cache.layers[index] for cache in caches]
+        keys = torch.cat([pad(layer.keys) for layer in layers])
+        values = torch.cat([pad(layer.values) for layer in layers])
         stacked.update(keys, values, index)
     return stacked
 
@@ -211,30 +243,35 @@ class EnsembleDrafter(ModelDrafter):
         weights: the contexts' weights in the latest block, fp64 ``[m]``.
 
     Args:
-        contexts: of :func:`read_contexts`, one batch row each.
+        contexts: from :func:`read_contexts`; one batch row each.
     """
 
     def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
         parts = task.draft
-        (caches, positions) = zip(*contexts, strict=True)
-        cache = stack_left_padded(caches)
-        settings = (
+        caches = [cache for cache, _ in contexts]
+        positions = [position for _, position in contexts]
+        super().__init__(
+            parts,
+            stack_left_padded(caches),
+            0,
             task.inputs.num_tokens,
             task.sampling,
             task.vocab_size,
-            False,
-            task.inputs.input_ids,
+            prompt_ids=task.inputs.input_ids,
         )
-        super().__init__(parts, cache, 0, *settings)
+        device = parts.device
+        self._positions = torch.tensor(positions, device=device)[:, None]
         lengths = [cache.get_seq_length() for cache in caches]
-        self._positions = torch.tensor(positions, device=parts.device)[:, None]
-        padding = max(lengths) - torch.tensor(lengths, device=parts.device)[:, None]
-        self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
+        longest = max(lengths)
+        padding = longest - torch.tensor(lengths, device=device)[:, None]
+        self._is_prompt = torch.arange(longest, device=device) >= padding  # [m, longest]
         # Only the model's own attention knows of padding.
         self._implementation = parts.language_model.config._attn_implementation
-        self._policy = AdaptedWeights(len(contexts)) if task.config.ensemble.endswith("*") else None
+        self._policy: AdaptedWeights | None = None
+        if task.config.ensemble.endswith("*"):
+            self._policy = AdaptedWeights(len(contexts))
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
-        self.weights = to_device(equal, parts.device)
+        self.weights = to_device(equal, device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from
         # yet.
         self._predictions: list[Tensor] = []
@@ -246,8 +283,7 @@ class EnsembleDrafter(ModelDrafter):
             self._verified += logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run all contexts on these tokens, and return their mixture's logits ``[1, Vq]`` after the
-        last."""
+        """Run all contexts, and return their mixture's logits ``[1, Vq]`` after the last token."""
         temperature = self._config.temperature or 1.0
         q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
@@ -256,8 +292,7 @@ class EnsembleDrafter(ModelDrafter):
         return (self.weights @ q[:, -1]).log()[None] * temperature
 
     def _adapt(self) -> None:
-        """Learn from the tokens verified since the latest block, if there are any, and choose the
-        next weights."""
+        """Learn from tokens verified since the latest block, if any, and choose new weights."""
         if not self._verified:
             return
         temperature = self._config.temperature or 1.0
@@ -269,9 +304,10 @@ class EnsembleDrafter(ModelDrafter):
         self.weights = self._policy.choose()
 
     def _roll_back(self, tokens: Sequence[int]) -> list[int]:
-        before = self._num_cached
+        num_before = self._num_cached
         missing = super()._roll_back(tokens)
-        if self._policy is not None and (num_rejected := before - self._num_cached):
+        num_rejected = num_before - self._num_cached
+        if self._policy is not None and num_rejected:
             del self._predictions[-num_rejected:]
         return missing
 
@@ -282,13 +318,15 @@ class EnsembleDrafter(ModelDrafter):
         count = len(tokens)
         input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
         position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
+        if parts.uses_mrope:
+            position_ids = position_ids.expand(3, -1, -1)
+        # Tokens after the prompt have no padding.
+        is_token = functional.pad(self._is_prompt, (0, self._num_cached + count), value=True)
         with apbv_attention(parts.language_model, self._implementation):
             hidden = parts.language_model(
                 inputs_embeds=parts.embed_tokens(input_ids),
-                attention_mask=functional.pad(
-                    self._is_prompt, (0, self._num_cached + count), value=True
-                ).long(),
-                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                attention_mask=is_token.long(),
+                position_ids=position_ids,
                 use_cache=True,
                 **{CACHE_ARGUMENT: self.cache},
             ).last_hidden_state

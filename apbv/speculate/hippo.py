@@ -25,8 +25,7 @@ def local_semantics(
     hosts: HostGroup,
     terms: Collection[str] = HIPPO_TERMS,
 ) -> Tensor:
-    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a
-    frame; collective.
+    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6), each z-scored within a frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring
     host, if it has not all of them itself. A row that belongs to no frame (a separator at a video's
@@ -46,11 +45,12 @@ def local_semantics(
         frames = video.embeddings
         num_frames = video.num_frames
         mine = video.mine
-        neighbours = [
-            [frame for frame in (share.start - 1, share.stop) if share and 0 <= frame < num_frames]
-            for share in video.shares
-        ]
-        beside = dict(zip(neighbours[sharing.rank], video.fetch(neighbours, frames), strict=True))
+
+        # Fetch the frames before and after this host's own.
+        neighbours = [_neighbours(share, num_frames) for share in video.shares]
+        fetched = video.fetch(neighbours, frames)
+        beside = dict(zip(neighbours[sharing.rank], fetched, strict=True))
+
         scores = torch.zeros(frames.shape[:2], device=frames.device)
         if "time" in terms:
             change = temporal_change(frames, beside.get(mine.start - 1), beside.get(mine.stop))
@@ -60,6 +60,13 @@ def local_semantics(
             scores = scores + standardised(variety, unit=1.0)
         result[place.in_frames.start : place.in_frames.stop] = video.gather(scores).flatten()
     return result
+
+
+def _neighbours(share: range, num_frames: int) -> list[int]:
+    """Return the frames before and after a share, where there are any."""
+    if not share:
+        return []
+    return [frame for frame in (share.start - 1, share.stop) if 0 <= frame < num_frames]
 
 
 def with_relevance(
@@ -74,18 +81,16 @@ def with_relevance(
     scores = semantics.clone()
     for video in videos_of(parts, inputs):
         place = slice(video.in_frames.start, video.in_frames.stop)
-        scores[place] += standardised(
-            attention[place].view(-1, video.height * video.width)
-        ).flatten()
+        by_frame = attention[place].view(-1, video.height * video.width)
+        scores[place] += standardised(by_frame).flatten()
     return scores
 
 
 def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
-    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame, the
-    last dimension.
+    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame.
 
-    Equal scores give 0. Deviations of a millionth of ``unit`` count as rounding errors, and are
-    damped.
+    A frame is the last dimension. Equal scores give 0. Deviations of a millionth of ``unit`` count
+    as rounding errors, and are damped.
 
     Args:
         unit: 1 for scores that consist of cosines, whose rounding errors do not shrink with the
@@ -93,7 +98,8 @@ def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
             attention shrinks with the number of tokens that share it.
     """
     mean = scores.mean(dim=-1, keepdim=True)
-    rounding = 1e-6 * (mean.abs() if unit is None else torch.full_like(mean, unit))
+    magnitude = mean.abs() if unit is None else torch.full_like(mean, unit)
+    rounding = 1e-6 * magnitude
     # Not torch.std, which warns of no frames at all, as a host may have.
     spread = (scores - mean).square().mean(dim=-1, keepdim=True).sqrt()
     return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)

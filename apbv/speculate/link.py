@@ -23,8 +23,10 @@ from .drafters import Proposal
 
 T = TypeVar("T")
 
-DRAFT = 1  # its rank within both channels; the target's is 0
-STARTUP_WINDOWS = 3  # maximum length, in drafts, of the first one, made while the target prefills
+DRAFT = 1  # the draft host's rank within both channels; the target's is 0
+# Maximum length of a request's first window, which is drafted while the target prefills, in
+# windows.
+STARTUP_WINDOWS = 3
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
 # Sent by the draft instead of tokens; the first two after a failure.
@@ -33,6 +35,17 @@ _BROKEN, _GAVE_UP, _NOTHING = (-1, -2, -3)
 
 class DraftGaveUp(Exception):
     """Raised if the draft sends no more drafts for this request; it still receives verdicts."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """How this end has begun a request; for the attributes see :meth:`Link.begin`."""
+
+    is_ready: bool
+    most: int
+    vocab_size: int
+    drawn: bool
+    settings: int
 
 
 class Link:
@@ -47,7 +60,8 @@ class Link:
         shared_vocab: the size of the smaller vocabulary of target and draft.
         drawn_vocab: the length of the distributions that are sent with drawn tokens; 0 where
             decoding is greedy.
-        answer: whether the other end can begin the request, and the size of its vocabulary.
+        answer: what the other end has sent at the beginning: whether it can begin the request, the
+            size of its vocabulary, and its settings.
         settings_differ: whether the other end has begun the request with other settings.
         is_settled: whether no request is under way, or the draft has been told that it has ended.
         owes_report: whether the draft has still to send its report of the ended request.
@@ -58,14 +72,20 @@ class Link:
 
     def __init__(self, to_target: HostGroup, to_draft: HostGroup):
         self._rank = to_target.rank
-        self._incoming, self._outgoing = (
-            (to_draft, to_target) if self._rank == DRAFT else (to_target, to_draft)
-        )
+        if self._rank == DRAFT:
+            self._incoming = to_draft
+            self._outgoing = to_target
+        else:
+            self._incoming = to_target
+            self._outgoing = to_draft
         self._sent: list[Exchange] = []
         self._unread: deque[Exchange] = deque()  # messages of the last window
-        self.most = self._usual_most = 1
+        self._beginning: _Beginning | None = None  # of the current request
+        self.most = 1
+        self._usual_most = 1  # γ
         self._lacks_first = True  # of the current window, on the draft host
-        self.shared_vocab = self.drawn_vocab = 0
+        self.shared_vocab = 0
+        self.drawn_vocab = 0
         self.is_settled = True
         self.owes_report = False
         self.settings_differ = False
@@ -73,8 +93,9 @@ class Link:
     def begin(
         self, is_ready: bool, most: int, vocab_size: int, drawn: bool, settings: int = 0
     ) -> None:
-        """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns
-        its answer.
+        """Send the other end whether this end can begin a request.
+
+        :meth:`other_is_ready` returns its answer.
 
         Args:
             is_ready: whether this end can begin the request.
@@ -86,32 +107,36 @@ class Link:
         """
         self._lacks_first = True
         self.settings_differ = False
+        self._beginning = _Beginning(is_ready, most, vocab_size, drawn, settings)
         self.send(torch.tensor([int(is_ready), vocab_size, settings]))
         self.answer = self._expect(torch.zeros(3, dtype=torch.int64))
-        self._begun = is_ready, most, vocab_size, drawn, settings
 
     def other_is_ready(self) -> bool:
-        """Wait for the other end's answer, and return whether it has begun the request, too, with
-        the same settings."""
-        is_ready, most, vocab_size, drawn, settings = self._begun
-        ready, theirs, their_settings = self.answer.wait().tolist()
-        self.settings_differ = bool(is_ready and ready) and settings != their_settings
-        self.most = STARTUP_WINDOWS * most
-        self._usual_most = most
-        self.shared_vocab = min(vocab_size, theirs)
-        self.drawn_vocab = self.shared_vocab if drawn else 0
-        self.is_settled = not (is_ready and ready) or self.settings_differ
-        return bool(ready) and not self.settings_differ
+        """Wait for the other end's answer.
+
+        Returns:
+            Whether it has begun the request, too, with the same settings.
+        """
+        here = self._beginning
+        there_is_ready, there_vocab_size, there_settings = self.answer.wait().tolist()
+        both_are_ready = here.is_ready and bool(there_is_ready)
+        self.settings_differ = both_are_ready and here.settings != there_settings
+        self.most = STARTUP_WINDOWS * here.most
+        self._usual_most = here.most
+        self.shared_vocab = min(here.vocab_size, there_vocab_size)
+        self.drawn_vocab = self.shared_vocab if here.drawn else 0
+        self.is_settled = not both_are_ready or self.settings_differ
+        return bool(there_is_ready) and not self.settings_differ
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor to the other end, for :meth:`receive`, without waiting until it is
-        received."""
+        """Start to send a tensor to the other end, for :meth:`receive`."""
         self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
         self._sent.append(self._outgoing.start_broadcast(tensor, self._rank))
 
     def wait_until_received(self) -> None:
-        """Wait until the other end has received all that was sent; what is unsent when a process
-        ends is lost.
+        """Wait until the other end has received everything.
+
+        What is unsent when a process ends is lost.
 
         Raises:
             HostError: the other end has ended, or receives no more.
@@ -143,9 +168,11 @@ class Link:
         self.send_rest([code], [])
 
     def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
-        """Send ``[count, 1 + V]``: each token before its distribution, and nothing after the
-        last."""
-        if not count:
+        """Send a message ``[count, 1 + V]``: each token before its distribution.
+
+        Rows after the last token hold the code for nothing.
+        """
+        if count == 0:
             return
         message = torch.full((count, 1 + self.drawn_vocab), _NOTHING, dtype=torch.float64)
         message[: len(tokens), 0] = torch.tensor(tokens, dtype=torch.float64)
@@ -154,10 +181,10 @@ class Link:
         self.send(message)
 
     def expect_verdict(self) -> Exchange:
-        """Start to receive a verdict: its code, the number of verified new tokens, and the one
-        after them.
+        """Start to receive a verdict.
 
-        Waiting for it raises HostError where the target's hosts failed.
+        It is its code, the number of verified new tokens, and the token after them. Waiting for it
+        raises HostError where the target's hosts failed.
         """
 
         def checked(verdict: Tensor) -> Tensor:
@@ -180,11 +207,15 @@ class Link:
     def expect_window(self) -> None:
         """Start to receive the next window; errors are those of :meth:`receive_first`."""
         self._refuse_unread()
-        for count in (1, self.most - 1):
-            if count:
-                message = torch.zeros(count, 1 + self.drawn_vocab, dtype=torch.float64)
-                self._unread.append(self._expect(message))
+        self._expect_message(1)
+        if self.most > 1:
+            self._expect_message(self.most - 1)
         self.most = self._usual_most
+
+    def _expect_message(self, count: int) -> None:
+        """Start to receive a message of ``count`` tokens."""
+        message = torch.zeros(count, 1 + self.drawn_vocab, dtype=torch.float64)
+        self._unread.append(self._expect(message))
 
     def receive_first(self) -> Proposal:
         """Receive the first token of the next window, which is being drafted.
@@ -202,7 +233,8 @@ class Link:
             return Proposal([])
         received = _refuse_failure(self._unread.popleft().wait())
         tokens = [token for token in received[:, 0].long().tolist() if token != _NOTHING]
-        return Proposal(tokens, received[: len(tokens), 1:] if self.drawn_vocab else None)
+        q = received[: len(tokens), 1:] if self.drawn_vocab else None
+        return Proposal(tokens, q)
 
     def receive_json(self) -> Any:
         """Receive a value of :meth:`send_json`.
@@ -213,10 +245,13 @@ class Link:
         self.owes_report = False
         with suppress(DraftGaveUp):
             self._refuse_unread()
-        length = int(_refuse_failure(self._expect(torch.zeros(1, 1, dtype=torch.float64)).wait()))
-        return json.loads(bytes(self.receive(length, torch.uint8).tolist()))
+        header = self._expect(torch.zeros(1, 1, dtype=torch.float64)).wait()
+        num_bytes = int(_refuse_failure(header))
+        encoded = self.receive(num_bytes, torch.uint8)
+        return json.loads(bytes(encoded.tolist()))
 
     def _refuse_unread(self) -> None:
+        """Receive unread messages; raise if one reports a failure."""
         while self._unread:
             _refuse_failure(self._unread.popleft().wait())
 
@@ -261,14 +296,13 @@ class Pair:
     is_draft: bool
     link: Link | None
     lost: str | None = None
-    # None: it has not answered yet.
+    # In this request; None: the other end has not answered yet.
     _other_takes_part: bool | None = field(default=False, init=False)
-    _has_sent_scores: bool = field(default=False, init=False)  # of this request
+    _has_sent_scores: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
-        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target;
-        collective."""
+        """Pair the last of at least 2 hosts, which drafts, with the target's hosts; collective."""
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
@@ -279,8 +313,8 @@ class Pair:
         # is silent.
         to_draft = hosts.subgroup([0, last], 1.25 * hosts.timeout, has_data=False)
         link = None if to_target is None else Link(to_target, to_draft)
-        members = HostGroup.single(hosts.device) if is_draft else targets
-        return cls(members, is_draft, link)
+        computing = HostGroup.single(hosts.device) if is_draft else targets
+        return cls(computing, is_draft, link)
 
     @contextmanager
     def beginning(
@@ -315,10 +349,10 @@ class Pair:
             self._other_takes_part = None if is_ready else False
             self._has_sent_scores = False
             digest = hashlib.sha256(json.dumps(settings).encode()).digest()
-            number = int.from_bytes(digest[:8], "little", signed=True)
+            settings_number = int.from_bytes(digest[:8], "little", signed=True)
             self._with_link(
                 lambda link: link.begin(
-                    is_ready, config.most_draft_tokens, vocab_size, drawn, number
+                    is_ready, config.most_draft_tokens, vocab_size, drawn, settings_number
                 )
             )
             if not is_ready:
@@ -327,8 +361,9 @@ class Pair:
             raise HostError(self.lost or "the target's hosts cannot answer this request")
 
     def open_link(self) -> Link | None:
-        """Return the link if the other end takes part in this request, else None; wait until that
-        is known.
+        """Return the link if the other end takes part in this request, else None.
+
+        Waits until that is known.
 
         Raises:
             ValueError: the other end has other settings for this request; raised there, too.
@@ -346,9 +381,12 @@ class Pair:
 
     def with_other(self, exchange: Callable[[Link], T]) -> T | None:
         """Call a function with the link; return None if the other end takes no part, or is lost."""
-        return None if self.open_link() is None else self._with_link(exchange)
+        if self.open_link() is None:
+            return None
+        return self._with_link(exchange)
 
     def _with_link(self, exchange: Callable[[Link], T]) -> T | None:
+        """Call a function with the link; return None if the other end is lost."""
         if self.link is None:
             return None
         try:
@@ -358,6 +396,7 @@ class Pair:
             return None
 
     def _lose(self, why: str, warning: str) -> None:
+        """Give up the link for good; warn where the target runs."""
         if not self.link.is_settled:
             with suppress(HostError):  # a slow draft may still receive this
                 self.link.send_verdict(FAILED)
@@ -367,24 +406,20 @@ class Pair:
             warn_caller(warning)
 
     def allow_prefill(self) -> None:
-        """Tell a draft that prefills after the target that it can begin, if it takes part; on the
-        target."""
+        """Let a draft that prefills after the target begin, if it takes part; on the target."""
         self.with_other(lambda link: link.send_verdict(GO_ON))
 
     def send_scores(self, scores: Tensor, waits: bool = True) -> bool:
-        """Send the draft the scores of all visual tokens, if it takes part; once per request, on
-        the target.
+        """Send the draft the scores of all visual tokens, if it takes part; on the target.
+
+        They are sent once per request.
 
         Returns:
             False if the draft has not answered whether it takes part, and this does not wait for
             that.
         """
-        if (
-            not waits
-            and self._other_takes_part is None
-            and self.link
-            and not self.link.answer.has_ended()
-        ):
+        is_undecided = self._other_takes_part is None and self.link is not None
+        if is_undecided and not waits and not self.link.answer.has_ended():
             return False
         link = self.open_link()
         if link is not None and not self._has_sent_scores:

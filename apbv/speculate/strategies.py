@@ -21,9 +21,13 @@ from .watchers import HeadAttention, Relevance, SimilarityChange
 _BY_PREFILL = ("specvlm", "attention", "uv_prune")
 
 
+def _no_watcher(config: SpeculativeConfig, parts: ModelParts) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """A drafting strategy.
+    """How a strategy drafts, and what it needs.
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
@@ -45,7 +49,7 @@ class Strategy:
     """
 
     build: Callable[[DraftTask], Draft]
-    watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = lambda config, parts: None
+    watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = _no_watcher
     needs_draft_model: bool = False
     runs_target: bool = False
     prunes_kv: bool = False
@@ -62,26 +66,29 @@ def keep_policy(config: SpeculativeConfig) -> str | None:
 
 
 def prunes(config: SpeculativeConfig) -> bool:
-    """Return whether ``keep_ratio`` or ``keep_tokens`` limits the visual tokens that the draft
-    sees."""
+    """Return whether ``keep_ratio`` or ``keep_tokens`` limits the draft's visual tokens."""
     return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
 
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
-    """Return whether the visual tokens that the draft sees are chosen by scores of the target's
-    prefill."""
+    """Return whether the draft's visual tokens are chosen by scores of the target's prefill."""
     keep = keep_policy(config)
     return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
 
-def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
+def _head_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher:
+    return HeadAttention()
+
+
+def _keep_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
+    """Return the watcher whose scores the keep policy ranks by; None if it needs none."""
     keep = keep_policy(config)
     if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
     return Relevance() if ranks_by_prefill(config) else None
 
 
-_by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
+_by_model = partial(Strategy, builders.draft_by_model, _keep_watcher, needs_draft_model=True)
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": _by_model(keep="full"),
     "sd_tree": _by_model(keep="full", num_tree_nodes=25),
@@ -91,15 +98,13 @@ STRATEGIES: dict[str, Strategy] = {
     "text_only": Strategy(builders.draft_text_only, needs_draft_model=True, reads_text_only=True),
     "tabed": Strategy(
         builders.draft_by_ensemble,
-        _for_keeping,
+        _keep_watcher,
         needs_draft_model=True,
         needs_verdicts=True,
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(
-        builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True
-    ),
+    "std": Strategy(builders.draft_on_attended_kv, _head_watcher, runs_target=True, prunes_kv=True),
     "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
     "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
@@ -107,10 +112,11 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree | None:
-    """Return the shape of the draft tree, for a vocabulary of ``vocab_size`` tokens; None for a
-    chain."""
+    """Return the draft tree for a vocabulary of ``vocab_size`` tokens; None for a chain."""
     num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
-    return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
+    if num_nodes is None:
+        return None
+    return Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
 
 def why_drafts_alone(config: SpeculativeConfig) -> str | None:
@@ -164,11 +170,11 @@ def require_consistent(
     )
 
 
-def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
+def require_effective(config: SpeculativeConfig, given_settings: Collection[str]) -> None:
     """Reject explicitly given settings that would have no effect.
 
     Args:
-        given: the names of the given settings, also of those with the default value;
+        given_settings: the names of the given settings, also of those with the default value;
             ``"captioner"`` can be among them.
 
     Raises:
@@ -177,21 +183,17 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     name = config.strategy
     strategy = STRATEGIES[config.strategy]
     keep = keep_policy(config)
-    is_pruned = keep not in (None, "full")
+    prunes_prompt = keep not in (None, "full") and not strategy.needs_verdicts
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
         ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
-        (
-            "prune",
-            is_pruned and not strategy.needs_verdicts,
-            "prunes nothing from its draft's prompt or KV",
-        ),
+        ("prune", prunes_prompt, "prunes nothing from its draft's prompt or KV"),
         ("layer_ratio", name == "layerskip", "runs all layers of its draft"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
     ):
-        if setting in given and not applies:
+        if setting in given_settings and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")
 
 
@@ -204,13 +206,14 @@ def require_same_tokens(target: Any, draft: Any) -> None:
     Raises:
         ValueError: an id of both maps to different tokens.
     """
-    theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
-    names = {number: name for name, number in own.get_vocab().items()}
-    for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
-        if names.get(number, name) != name:
+    target_vocab = getattr(target, "tokenizer", target).get_vocab()
+    draft_vocab = getattr(draft, "tokenizer", draft).get_vocab()
+    draft_tokens = {number: token for token, number in draft_vocab.items()}
+    for token, number in sorted(target_vocab.items(), key=lambda item: item[1]):
+        if number in draft_tokens and draft_tokens[number] != token:
             raise ValueError(
-                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, "
-                f"not {name!r}"
+                f"the draft's vocabulary differs from the target's: {number} is "
+                f"{draft_tokens[number]!r}, not {token!r}"
             )
 
 

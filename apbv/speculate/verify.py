@@ -25,15 +25,13 @@ from ..decode.sampling import (
 from ..transfer import to_device
 from .drafters import Proposal
 
-_PURPOSES = PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN
-
 
 @dataclass(frozen=True)
 class Verdict:
     """Result of verifying a draft.
 
     Attributes:
-        num_accepted: how many of them are accepted, from the first one on.
+        num_accepted: how many drafted tokens are accepted, from the first one on.
         next_token: the token after them: in place of the first rejected one, or, where all are
             accepted, a bonus; None if all are accepted and there are no logits for a bonus.
     """
@@ -49,7 +47,7 @@ def verify_window(
 
     Args:
         proposal: γ drafted tokens.
-        logits: the target's, ``[γ + 1, V]``, or ``[γ, V]`` for no bonus.
+        logits: the target's logits, ``[γ + 1, V]``, or ``[γ, V]`` for no bonus.
 
     Raises:
         NotFiniteError: a row is NaN or infinite; rows after a rejected token do not matter.
@@ -59,8 +57,14 @@ def verify_window(
 
 
 def verdict_of(decision: Tensor, num_rows: int) -> Verdict:
-    """Wait for a decision of :func:`decide_window` on this number of rows, and return it, or raise
-    its error."""
+    """Wait for a decision of :func:`decide_window`.
+
+    Args:
+        num_rows: of the target's logits.
+
+    Raises:
+        NotFiniteError: the logits of the next token are NaN or infinite.
+    """
     num_accepted, token, is_finite = decision.tolist()
     if not is_finite:
         raise NotFiniteError
@@ -70,11 +74,11 @@ def verdict_of(decision: Tensor, num_rows: int) -> Verdict:
 def decide_window(
     tokens: Tensor, q: Tensor | None, logits: Tensor, index: int, config: SamplingParams
 ) -> Tensor:
-    """Verify a draft as :func:`verify_window` does, on the logits' device and without
-    synchronization.
+    """Verify a draft like :func:`verify_window`, on the logits' device without synchronization.
 
     Args:
-        tokens: int64 ``[γ]`` on the device, and ``q``: see :class:`Proposal`.
+        tokens: int64 ``[γ]`` on the device.
+        q: see :class:`Proposal`.
 
     Returns:
         int64 ``[3]``: the number of accepted tokens, the next token, and 1 where the logits for it
@@ -85,8 +89,9 @@ def decide_window(
         return decide_greedy(tokens, logits)
     p = probabilities(logits, *config.cuts)
     places = range(index, index + len(p))
-    draws = ([uniform(config.seed, place, purpose) for place in places] for purpose in _PURPOSES)
-    return decide_sampled(tokens, q, p, *draws)
+    accept_draws = [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places]
+    next_draws = [uniform(config.seed, place, PURPOSE_NEXT_TOKEN) for place in places]
+    return decide_sampled(tokens, q, p, accept_draws, next_draws)
 
 
 def decide_greedy(tokens: Tensor, logits: Tensor) -> Tensor:
@@ -104,9 +109,9 @@ def decide_greedy(tokens: Tensor, logits: Tensor) -> Tensor:
     count = len(tokens)
     accepted = _num_true((tokens == best[:count]) & are_finite[:count])
     place = accepted.clamp(max=len(best) - 1)
-    return torch.cat(
-        [accepted, best.index_select(0, place), are_finite.index_select(0, place).long()]
-    )
+    next_token = best.index_select(0, place)
+    is_finite = are_finite.index_select(0, place).long()
+    return torch.cat([accepted, next_token, is_finite])
 
 
 def decide_sampled(
@@ -142,7 +147,8 @@ def decide_sampled(
     # Comparisons with NaN are false: after a row of NaN nothing is accepted.
     accepted = _num_true(draws[:count] * q_token < p_token)
     place = accepted.clamp(max=num_rows - 1)  # of the next token; without a bonus there may be none
-    weights = p_row = p.index_select(0, place)
+    p_row = p.index_select(0, place)
+    weights = p_row
     if count:
         rejected = accepted.clamp(max=count - 1)
         if q is None:
@@ -165,7 +171,10 @@ def _num_true(values: Tensor) -> Tensor:
 
 
 def _probability(p: Tensor, tokens: Tensor) -> Tensor:
-    """Return each row's probability of its token, ``[γ]`` of ``[γ, V]``; 0 for what the vocabulary
-    lacks."""
+    """Return each row's probability of its token, ``[γ]``; 0 for tokens that p lacks.
+
+    Args:
+        p: ``[γ, V]``.
+    """
     known = p.gather(1, tokens.clamp(max=p.shape[1] - 1)[:, None])[:, 0]
     return known.masked_fill(tokens >= p.shape[1], 0.0)

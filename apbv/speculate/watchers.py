@@ -14,8 +14,7 @@ MOST_SCORES = 2**26
 
 
 class Relevance(Watcher):
-    """HIPPO's s_attn (Eq. 2), which SpecVLM uses, too: the question's attention to visual tokens
-    alone.
+    """HIPPO's s_attn (Eq. 2), and SpecVLM's: the question's attention to visual tokens alone.
 
     It is a softmax over all visual keys, averaged over layers, heads and the question's tokens.
     """
@@ -30,21 +29,19 @@ class Relevance(Watcher):
     def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
         keys = keys[:, :, rows[self.prompt.visual_rows]]
         num_kv_heads, num_keys = keys.shape[1:3]
-        asking = q.reshape(num_kv_heads, -1, q.shape[3])  # [Hkv, G * n_q, D]
-        chunks = asking.split(max(1, MOST_SCORES // max(1, num_kv_heads * num_keys)), dim=1)
-        # The scores of some rows are in memory at a time, and computed twice.
-        lse = torch.cat(
-            [scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks], dim=1
-        )
-        lse = self.over_hosts(lse)
+        queries = q.reshape(num_kv_heads, -1, q.shape[3])  # [Hkv, G * n_q, D]
+        queries_per_chunk = max(1, MOST_SCORES // max(1, num_kv_heads * num_keys))
+        chunks = queries.split(queries_per_chunk, dim=1)
+        # The scores of a chunk are in memory at a time, and computed twice.
+        lse_of_chunks = [scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks]
+        lse = self.over_hosts(torch.cat(lse_of_chunks, dim=1))
+        lse_of_chunks = lse.split([chunk.shape[1] for chunk in chunks], dim=1)
         total = 0.0
-        for chunk, of_chunk in zip(
-            chunks, lse.split([chunk.shape[1] for chunk in chunks], dim=1), strict=True
-        ):
-            total = total + (scores_of_keys(chunk, keys, scale) - of_chunk[..., None]).exp().sum(
-                dim=(0, 1)
-            )
-        relevance = total / (num_kv_heads * asking.shape[1])
+        for chunk, chunk_lse in zip(chunks, lse_of_chunks, strict=True):
+            attention = (scores_of_keys(chunk, keys, scale) - chunk_lse[..., None]).exp()
+            total = total + attention.sum(dim=(0, 1))
+            del attention  # before the next chunk is computed
+        relevance = total / (num_kv_heads * queries.shape[1])
         self._total = relevance if self._total is None else self._total + relevance
         self._num_layers += 1
 
@@ -64,22 +61,22 @@ class HeadAttention(Watcher):
 
     def begin(self, prompt: SplitPrompt) -> None:
         super().begin(prompt)
-        self._found: list[Tensor] = []
+        self._attention: list[Tensor] = []
         # [query tokens, this host's tokens]: tokens of the question do not see later ones.
-        self._hidden = prompt.owned[prompt.hosts.rank] > prompt.question[:, None]
+        self._is_later = prompt.owned[prompt.hosts.rank] > prompt.question[:, None]
 
     def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
         scores = scores_of_keys(q, keys[:, :, rows], scale)
         group = q.shape[1] // scores.shape[0]
-        hidden = self._hidden.to(scores.device).repeat(group, 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        is_later = self._is_later.to(scores.device).repeat(group, 1)
+        scores = scores.masked_fill(is_later, float("-inf"))
         lse = self.over_hosts(scores.logsumexp(dim=-1))
         visual = scores[:, :, self.prompt.visual_rows]
-        self._found.append((visual - lse[..., None]).exp().mean(dim=1) * group)
+        self._attention.append((visual - lse[..., None]).exp().mean(dim=1) * group)
 
     def result(self) -> list[Tensor]:
         """Return scores ``[Hkv, visual tokens]`` of every layer."""
-        local = torch.stack(self._found).float() if self._found else None
+        local = torch.stack(self._attention).float() if self._attention else None
         shape = self.prompt.hosts.broadcast_ints(None if local is None else local.shape[:2], 2)
         return list(self.gathered(local, *shape).unbind())
 
@@ -114,7 +111,8 @@ class SimilarityChange(Watcher):
         self._before_question = text.nonzero().flatten().to(prompt.hosts.device)
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
-        self._offer, self.hidden_layers = offer, (0, *range(self._last, self._num_layers))
+        self._offer = offer
+        self.hidden_layers = (0, *range(self._last, self._num_layers))
 
     def on_nothing(self) -> None:
         if self._offer is not None:
@@ -127,18 +125,20 @@ class SimilarityChange(Watcher):
             if owned is not None:
                 text = _sum_of_units(hidden[owned[self._before_question]])
                 prompt = self.prompt
-                # A prompt that is not split is all on the host that computes it.
-                self._text[layer] = (
-                    prompt.hosts.all_gather(text).wait().sum(0) if prompt.layout.is_split else text
-                )
+                if prompt.layout.is_split:  # else it is all on the host that computes it
+                    text = prompt.hosts.all_gather(text).wait().sum(0)
+                self._text[layer] = text
                 self._visual[layer] = hidden[owned[prompt.visual_rows]]
             if question is not None:
                 text = self._text.pop(layer) + _sum_of_units(hidden[question])
                 self._similar[layer] = similarity_to(self._visual.pop(layer), text)
         # Every host completes its scores in the same layer of the same pass, between the same two
         # exchanges of attention, so that they can be gathered here.
-        if self._offer is not None and len(self._similar) == 2 and self._offer(self.result()):
-            self._offer = None
+        is_complete = len(self._similar) == 2
+        if self._offer is not None and is_complete:
+            is_taken = self._offer(self.result())
+            if is_taken:
+                self._offer = None
 
     def result(self) -> Tensor:
         """Return scores ``[visual tokens]``; the first call is collective."""
@@ -156,7 +156,7 @@ def scores_of_keys(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return scaled q·k ``[Hkv, R, T]``, in fp32 or wider.
 
     Args:
-        q: ``[Hkv, R, D]``, the R rows that ask each KV head; or ``[1, Hq, n_q, D]``, whose R = G *
+        q: ``[Hkv, R, D]``, the R query rows of each KV head; or ``[1, Hq, n_q, D]``, whose R = G *
             n_q.
         k: ``[1, Hkv, T, D]``.
     """

@@ -7,6 +7,7 @@ the prefill, and decodes the answer.
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
+from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
 from .batch import SpeculativeBatch
@@ -72,8 +74,8 @@ class Autoregressive:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
-        read, state, _ = self.begin(request, prefiller)
-        return read, state, self.decode(read.request, state)
+        begun = self.begin(request, prefiller)
+        return begun.read, begun.state, self.decode(begun.read.request, begun.state)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         """Read a request and prefill it, for an answer that a batch may decode; collective."""
@@ -92,6 +94,11 @@ class Autoregressive:
         """Decode the answer to a prompt that was prefilled or loaded."""
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             return Answered(generate_tokens(state.begin_answer(self._parts, request)))
+
+
+def _scores_of_whole_prompt(watcher: Watcher, reduction: Reduction) -> Tensor:
+    """Return a watcher's scores of the kept visual tokens as scores of all; collective."""
+    return reduction.spread(watcher.result())
 
 
 class TakingTurns:
@@ -122,10 +129,12 @@ class TakingTurns:
         self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
-        read, state, (draft,) = begun = self.begin(request, prefiller)
-        with self.hosts.collective_stage("decode"), read.request.timer.stage("decode"):
-            tokens, stats = self._decode(draft, state, read.request)
-        return read, state, self.answered(begun, tokens, stats.summary(len(tokens)))
+        begun = self.begin(request, prefiller)
+        request = begun.read.request
+        with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
+            tokens, stats = self._decode(begun.draft[0], begun.state, request)
+        summary = stats.summary(len(tokens))
+        return begun.read, begun.state, self.answered(begun, tokens, summary)
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
@@ -139,33 +148,36 @@ class TakingTurns:
             caption = None
             if config.needs_caption and read.inputs.visual is not None:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
-                    caption = self._caption(read.rendered) if self.hosts.is_leader else None
+                    if self.hosts.is_leader:
+                        caption = self._caption(read.rendered)
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
-                return Begun(read, state, (self._build(read, state, watcher, caption),))
+                draft = self._build(read, state, watcher, caption)
+            return Begun(read, state, (draft,))
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
-        (draft,) = begun.draft
         figures = {
             **asdict(self._config),
             **summary,
-            "num_tree_nodes": self._tree and self._tree.num_drafted,
-            "num_visual_tokens_drafted_from": draft.num_visual,
+            "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
+            "num_visual_tokens_drafted_from": begun.draft[0].num_visual,
         }
         return Answered(tokens, figures)
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
     ) -> Draft:
-        """Build the draft. The target's own reads what the target has read, others the whole
-        prompt."""
+        """Build the draft.
+
+        A draft that is the target itself reads the prompt as the target has read it, without pruned
+        tokens; other drafts read the whole prompt.
+        """
         config = self._config
-        runs_target = STRATEGIES[self._config.strategy].runs_target
-        scores = watcher and watcher.result
-        if scores is not None and state.reduction is not None and not runs_target:
-
-            def scores() -> Tensor:
-                return state.reduction.spread(watcher.result())
-
+        runs_target = STRATEGIES[config.strategy].runs_target
+        scores = None
+        if watcher is not None:
+            scores = watcher.result
+            if state.reduction is not None and not runs_target:
+                scores = partial(_scores_of_whole_prompt, watcher, state.reduction)
         task = DraftTask(
             target=self._target,
             draft=self._draft,

@@ -25,15 +25,18 @@ METHODS: dict[str, type[PrefillMethod]] = {
 
 
 def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
-    """Return the method by which host 0 computes a prompt alone; with sparse attention the one of
-    its name."""
+    """Return the method by which host 0 computes a prompt alone: full or sparse attention."""
     sparse = config.sparse_attention
-    return METHODS["full" if sparse is None else sparse.method]
+    if sparse is None:
+        return METHODS["full"]
+    return METHODS[sparse.method]
 
 
 def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
-    """Return a config's method for a number of hosts: ``full`` on a single one, unless configured
-    otherwise."""
+    """Return a config's method for a number of hosts.
+
+    A single host computes the prompt alone, unless the config keeps the method there.
+    """
     method = METHODS[config.method]
     if not method.splits or (num_hosts == 1 and not config.on_single_host):
         return method_alone(config)

@@ -48,41 +48,52 @@ class BlockAttention:
         return block_sparse_attention(q, k, v, blocks, scale, backend=self._backend)
 
     def list_blocks(self, q: Tensor, k: Tensor, scale: float) -> ListedBlocks:
-        """Choose and list blocks, for as many heads at a time as memory is meant for.
+        """Choose and list blocks, for some heads at a time, to bound the memory.
 
         Args:
             q: ``[B, Hq, S, D]``.
             k: ``[B, Hkv, S, D]``, of the same tokens.
             scale: the factor of q·k.
         """
-        sizes = self._config.block_size, self._config.key_block
-        numbers = [-(-q.shape[2] // rows) for rows in sizes]
-        most = max(1, _MOST_PAIRS // max(1, q.shape[0] * numbers[0] * numbers[1]))
-        counts = torch.empty(*q.shape[:2], numbers[0], dtype=torch.int32, device=q.device)
-        indices = torch.empty(*q.shape[:2], *numbers, dtype=torch.int32, device=q.device)
-        for heads, kv_heads in _split_heads(q.shape[1], k.shape[1], most):
-            listed = ListedBlocks.of(
-                self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes
+        block_size = self._config.block_size
+        key_block = self._config.key_block
+        num_blocks = -(-q.shape[2] // block_size)
+        num_key_blocks = -(-q.shape[2] // key_block)
+        pairs_of_head = q.shape[0] * num_blocks * num_key_blocks
+        most_heads = max(1, _MOST_PAIRS // max(1, pairs_of_head))
+        shape = (*q.shape[:2], num_blocks, num_key_blocks)
+        counts = torch.empty(shape[:3], dtype=torch.int32, device=q.device)
+        indices = torch.empty(shape, dtype=torch.int32, device=q.device)
+        for heads, kv_heads in _split_heads(q.shape[1], k.shape[1], most_heads):
+            chosen = self._choose_blocks(
+                q[:, heads], k[:, kv_heads], scale, num_blocks, num_key_blocks
             )
+            listed = ListedBlocks.of(chosen, block_size, key_block)
             counts[:, heads] = listed.counts
             indices[:, heads] = listed.indices
-        return ListedBlocks(counts, indices, *sizes)
+        return ListedBlocks(counts, indices, block_size, key_block)
 
-    def _kept(self, q: Tensor, k: Tensor, scale: float, numbers: list[int]) -> Tensor:
+    def _choose_blocks(
+        self, q: Tensor, k: Tensor, scale: float, num_blocks: int, num_key_blocks: int
+    ) -> Tensor:
         """Choose blocks, ``[1, Hq, nq, nk]``; all of them where only values are to be skipped."""
         if self._config.share == 1:
-            return torch.ones(*q.shape[:2], *numbers, dtype=torch.bool, device=q.device)
+            shape = (*q.shape[:2], num_blocks, num_key_blocks)
+            return torch.ones(shape, dtype=torch.bool, device=q.device)
         return self._choose(q, k, scale, self._config, self._backend)
 
     def density(self, hosts: HostGroup) -> float | None:
-        """Return the share of the causal scores that was computed on all hosts; collective, waits
-        for the device.
+        """Return the share of the causal scores that was computed on all hosts; collective.
 
-        None if no host had any to choose from.
+        Waits for the device. None if no host had any scores to choose from.
         """
-        mine = [float(self._num_computed), float(self._num_visible)]
-        computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))
-        return computed / visible if visible else None
+        here = [float(self._num_computed), float(self._num_visible)]
+        num_computed = 0.0
+        num_visible = 0.0
+        for computed, visible in hosts.gather_floats(here):
+            num_computed += computed
+            num_visible += visible
+        return num_computed / num_visible if num_visible else None
 
 
 def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -19,8 +19,7 @@ from .flexprefill import flexprefill_blocks
 def xattention_blocks(
     q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str
 ) -> Tensor:
-    """Choose blocks as XAttention does (Xu et al., 2025): the fewest whose antidiagonals hold the
-    threshold.
+    """Choose blocks as XAttention does (Xu et al., 2025), by their antidiagonals' scores.
 
     The first block and that of the queries themselves are chosen always, and count first; the
     others follow by their scores until the chosen ones hold ``config.share`` of all. Thresholds of
@@ -29,13 +28,14 @@ def xattention_blocks(
     shares = antidiagonal_scores(q, k, scale, config.stride, config.block_size, backend=backend)
     always = torch.eye(shares.shape[2], dtype=torch.bool, device=q.device)
     always[:, 0] = True
-    wanted = config.share * shares.sum(dim=-1, keepdim=True)
-    held, order = shares.masked_fill(always, -1.0).sort(dim=-1, descending=True, stable=True)
-    certain = (shares * always).sum(dim=-1, keepdim=True)
-    # A block is wanted where the certain ones and those before it do not hold enough. The certain
-    # ones come last.
-    before = held.cumsum(dim=-1) - held + certain
-    chosen = (before < wanted) & (held > 0)
+    threshold = config.share * shares.sum(dim=-1, keepdim=True)
+    # The blocks that are always chosen come last.
+    others = shares.masked_fill(always, -1.0)
+    share, order = others.sort(dim=-1, descending=True, stable=True)
+    share_of_always = (shares * always).sum(dim=-1, keepdim=True)
+    # A block is chosen where these and the blocks before it do not reach the threshold.
+    share_before = share.cumsum(dim=-1) - share + share_of_always
+    chosen = (share_before < threshold) & (share > 0)
     return torch.zeros_like(chosen).scatter_(3, order, chosen) | always
 
 
@@ -54,24 +54,31 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     That code may leave out all keys that a query sees, which the queries' own keys exclude here.
     The method's second stage, which skips values of selected blocks (Section 3.4), is left out.
     """
-    queries, of_queries = block_means(q, config.block_size, backend=backend)
+    queries, query_similarity = block_means(q, config.block_size, backend=backend)
     center = k.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32))
-    keys, of_keys = block_means(k, config.key_block, center=center, backend=backend)
-    for similarities, block in ((of_queries, config.block_size), (of_keys, config.key_block)):
-        if q.shape[2] % block:
-            similarities[..., -1] = float("nan")
+    keys, key_similarity = block_means(k, config.key_block, center=center, backend=backend)
+    num_tokens = q.shape[2]
+    if num_tokens % config.block_size:
+        query_similarity[..., -1] = float("nan")
+    if num_tokens % config.key_block:
+        key_similarity[..., -1] = float("nan")
     group = q.shape[1] // k.shape[1]
     scores = queries.unflatten(1, (k.shape[1], group)) @ keys.transpose(-1, -2)[:, :, None] * scale
     scores = scores.flatten(1, 2)
-    rows, columns = (torch.arange(n, device=q.device) for n in scores.shape[2:])
-    seen = columns < (rows[:, None] + 1) * (config.block_size // config.key_block)
-    is_vague = ~(of_keys > config.similarity).repeat_interleave(group, dim=1)[:, :, None]
-    shares = scores.masked_fill(is_vague | ~seen, float("-inf")).softmax(dim=-1).nan_to_num(0.0)
-    held, order = shares.sort(dim=-1, descending=True, stable=True)
-    chosen = (held.cumsum(dim=-1) <= config.share) & (held > 0)
+    query_blocks = torch.arange(scores.shape[2], device=q.device)
+    key_blocks = torch.arange(scores.shape[3], device=q.device)
+    is_visible = key_blocks < (query_blocks[:, None] + 1) * (config.block_size // config.key_block)
+    # NaN is not above the bound.
+    is_vague_query = ~(query_similarity > config.similarity)[..., None]
+    is_vague_key = ~(key_similarity > config.similarity)
+    is_vague_key = is_vague_key.repeat_interleave(group, dim=1)[:, :, None]
+    scores = scores.masked_fill(is_vague_key | ~is_visible, float("-inf"))
+    shares = scores.softmax(dim=-1).nan_to_num(0.0)
+    share, order = shares.sort(dim=-1, descending=True, stable=True)
+    chosen = (share.cumsum(dim=-1) <= config.share) & (share > 0)
     chosen[..., 0] = True
     chosen = torch.zeros_like(chosen).scatter_(3, order, chosen)
-    return chosen | is_vague | ~(of_queries > config.similarity)[..., None]
+    return chosen | is_vague_key | is_vague_query
 
 
 BLOCK_SELECTION: dict[str, Callable[..., Tensor]] = {

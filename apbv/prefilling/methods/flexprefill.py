@@ -22,8 +22,7 @@ _MOST_SCORES_ON_CPU = 2**20
 def flexprefill_blocks(
     q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str
 ) -> Tensor:
-    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates for all
-    queries.
+    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates.
 
     The last ``config.block_size`` queries stand for their head. Their attention to each block of
     keys is computed, and once more estimated from means of queries and keys. Where both are alike
@@ -56,14 +55,12 @@ def flexprefill_blocks(
     last = q[:, :, -block:]
     padding = -q.shape[2] % block
     columns, diagonals = _line_shares(last, k, scale, backend)
-    in_columns, in_diagonals = (
-        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
-        for shares in (columns, diagonals)
-    )
-    queries, keys = (block_means(states, block, backend=backend)[0] for states in (q, k))
-    estimated = _scores(last.mean(dim=2, keepdim=True, dtype=queries.dtype), keys, scale).softmax(
-        dim=-1
-    )[:, :, 0]
+    in_columns = functional.pad(columns, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
+    in_diagonals = functional.pad(diagonals, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
+    queries = block_means(q, block, backend=backend)[0]
+    keys = block_means(k, block, backend=backend)[0]
+    last_mean = last.mean(dim=2, keepdim=True, dtype=queries.dtype)
+    estimated = _scores(last_mean, keys, scale).softmax(dim=-1)[:, :, 0]
     is_aware = _divergence(estimated, in_columns).sqrt() < config.divergence
 
     columns = _best_lines(columns, in_columns, is_aware, config)
@@ -79,8 +76,8 @@ def flexprefill_blocks(
         .softmax(dim=-1)
         .flatten(2)
     )
-    held, order = shares.sort(dim=-1, descending=True, stable=True)
-    chosen = held.cumsum(dim=-1) <= config.share * len(places)
+    share, order = shares.sort(dim=-1, descending=True, stable=True)
+    chosen = share.cumsum(dim=-1) <= config.share * len(places)
     highest = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, chosen)
     return lines | highest.view(lines.shape) & is_aware[..., None, None]
 
@@ -96,8 +93,9 @@ def _best_lines(
         of_blocks: ``[B, Hq, n]``.
         is_aware: ``[B, Hq]``, in which heads they are as few as there may be.
     """
-    held = of_tokens.sort(dim=-1, descending=True).values.cumsum(dim=-1)
-    number = ((held <= config.share).sum(dim=-1) + 1) // config.block_size + 1
+    cumulative = of_tokens.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    num_tokens = (cumulative <= config.share).sum(dim=-1)
+    number = (num_tokens + 1) // config.block_size + 1
     number = number.masked_fill(is_aware, 0).clamp_min(config.min_blocks)
     of_blocks = of_blocks.clone()
     of_blocks[..., 0] = float("inf")
@@ -106,8 +104,7 @@ def _best_lines(
 
 
 def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute which share of the last queries' attention falls into each column and each diagonal
-    of tokens.
+    """Compute the shares of the last queries' attention in columns and diagonals of tokens.
 
     Args:
         q: ``[B, Hq, L, D]``, the last queries.
@@ -122,9 +119,8 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
     """
     rows = q.shape[2]
     tokens = k.shape[2]
-    lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][
-        ..., None
-    ].flip(2)
+    _, lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)
+    lse = lse[..., None].flip(2)
     # Row by row the diagonals begin one place further on.
     q = q.to(lse.dtype).flip(2)
     places = torch.arange(tokens, device=q.device)
@@ -154,7 +150,10 @@ def _divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Multiply queries ``[B, Hq, R, D]`` with keys ``[B, Hkv, C, D]`` of their heads:
-    ``[B, Hq, R, C]``."""
+    """Multiply queries ``[B, Hq, R, D]`` with their heads' keys ``[B, Hkv, C, D]``.
+
+    Returns:
+        ``[B, Hq, R, C]``.
+    """
     of_head = (q * scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return (of_head @ k.transpose(2, 3)).view(*q.shape[:3], k.shape[2])

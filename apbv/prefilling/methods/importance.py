@@ -10,7 +10,7 @@ from ...kernels import kv_importance
 
 _DOT_POOL = 5
 
-# Those that need the log-sum-exp of the query's scores over the block.
+# Rankings that need the log-sum-exp of the query's scores over the block.
 RANKED_BY_PROBABILITY = ("peak", "softmax")
 
 
@@ -37,7 +37,7 @@ def importance_of(
         q_query: ``[B, Hq, n_q, D]``, the query block.
         k_block: ``[B, Hkv, l_b, D]``, one context block.
         scale: the factor of q·k.
-        lse, backend: as of :func:`apbv.kernels.kv_importance`.
+        lse, backend: see :func:`apbv.kernels.kv_importance`.
 
     Returns:
         ``[B, Hkv, l_b]`` in fp32 (fp64 for fp64 input).

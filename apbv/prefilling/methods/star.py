@@ -6,8 +6,10 @@ from .apb import ApbMethod
 
 
 class StarMethod(ApbMethod):
-    """Star Attention: blocks see the first block and themselves; the query, in a second pass, sees
-    all."""
+    """Star Attention: blocks see the first block and themselves, and the query sees everything.
+
+    The query runs in a second pass.
+    """
 
     name = "star"
     passes_on = False

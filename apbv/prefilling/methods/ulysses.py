@@ -8,8 +8,7 @@ from .base import PrefillMethod
 
 
 class UlyssesMethod(PrefillMethod):
-    """DeepSpeed Ulysses: every host attends over the whole prompt with its share of the query
-    heads.
+    """DeepSpeed Ulysses: every host computes its share of the query heads over the whole prompt.
 
     One all-to-all turns a share of the tokens into a share of the heads, another one turns it back.
     Query heads are split as evenly as possible, and some hosts get none where there are more hosts
@@ -27,22 +26,24 @@ class UlyssesMethod(PrefillMethod):
         group = num_heads // k.shape[1]
         query_heads = split_evenly(range(num_heads), self.hosts.size)
         kv_heads = [_groups(heads, group) for heads in query_heads]
-        own = query_heads[self.hosts.rank]
-        own_kv = kv_heads[self.hosts.rank]
+        local_heads = query_heads[self.hosts.rank]
+        num_heads_here = len(local_heads)
+        num_kv_heads_here = len(kv_heads[self.hosts.rank])
 
-        outgoing = [
-            torch.cat([_heads(q, heads), _heads(k, shared), _heads(v, shared)], dim=1)
-            for heads, shared in zip(query_heads, kv_heads, strict=True)
-        ]
-        width = len(own) + 2 * len(own_kv)
-        received = self.hosts.all_to_all(
-            outgoing, [(batch, width, length, dim) for length in self._lengths]
-        ).wait()
-        states = torch.cat(received, dim=2).split([len(own), len(own_kv), len(own_kv)], dim=1)
-        out = self._attend(*states, own, group, scale)
+        # Send every host its heads of this host's tokens.
+        outgoing = []
+        for heads, shared in zip(query_heads, kv_heads, strict=True):
+            states = [_heads(q, heads), _heads(k, shared), _heads(v, shared)]
+            outgoing.append(torch.cat(states, dim=1))
+        width = num_heads_here + 2 * num_kv_heads_here
+        shapes = [(batch, width, length, dim) for length in self._lengths]
+        received = self.hosts.all_to_all(outgoing, shapes).wait()
+        q_here, k_here, v_here = torch.cat(received, dim=2).split(
+            [num_heads_here, num_kv_heads_here, num_kv_heads_here], dim=1
+        )
+        out = self._attend(q_here, k_here, v_here, local_heads, group, scale)
 
-        # The way back: send every host its own tokens, of this host's heads, side by side as they
-        # are wanted.
+        # The way back: send every host its own tokens, of this host's heads.
         shapes = [(batch, rows, len(heads), dim) for heads in query_heads]
         outgoing = out.transpose(1, 2).split(self._lengths, dim=1)
         return torch.cat(self.hosts.all_to_all(outgoing, shapes).wait(), dim=2).transpose(1, 2)
@@ -50,19 +51,22 @@ class UlyssesMethod(PrefillMethod):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float
     ) -> Tensor:
+        """Attend with these query heads; ``k`` and ``v`` have the KV heads of their groups."""
         if not len(heads):
             return q
         if heads.start % group or len(heads) % group:
             # A group is shared with another host: give every query head its own KV head.
-            chosen = [head // group - heads.start // group for head in heads]
-            k = k[:, chosen]
-            v = v[:, chosen]
+            kv_head_of = [head // group - heads.start // group for head in heads]
+            k = k[:, kv_head_of]
+            v = v[:, kv_head_of]
         return self.attend(q, [(k, v)], scale, causal_last=True)[0]
 
 
 def _groups(heads: range, group: int) -> range:
     """Return the KV heads that a run of query heads attends to."""
-    return range(heads.start // group, -(-heads.stop // group)) if len(heads) else range(0)
+    if not heads:
+        return range(0)
+    return range(heads.start // group, -(-heads.stop // group))
 
 
 def _heads(states: Tensor, heads: range) -> Tensor:

@@ -14,8 +14,10 @@ from .ring_library import Ring, usable_ring
 
 
 class ZigzagRingMethod(PrefillMethod):
-    """Ring attention in H steps: in step s a host uses the keys and values of the host s places
-    before it."""
+    """Ring attention in H steps.
+
+    In step s a host uses the keys and values of the host s places before it.
+    """
 
     name = "zigzag_ring"
     is_exact = True
@@ -25,10 +27,9 @@ class ZigzagRingMethod(PrefillMethod):
         layout = self.layout
         hosts = self.hosts
         # The numbers of rows of every host's two chunks.
-        self._cuts = [
-            [len(layout.blocks[v]) for v in layout.virtual_hosts(host)]
-            for host in range(hosts.size)
-        ]
+        self._cuts: list[list[int]] = []
+        for host in range(hosts.size):
+            self._cuts.append([len(block) for block in layout.blocks_of(host)])
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
@@ -37,15 +38,15 @@ class ZigzagRingMethod(PrefillMethod):
             return self._by_ring_flash_attn(ring, q, k, v, scale)
         here = self.hosts.rank
         size = self.hosts.size
-        held = torch.stack([k, v])
+        kv = torch.stack([k, v])
         for step in range(size):
             owner = (here - step) % size
             if step + 1 < size:
                 rows = sum(self._cuts[(owner - 1) % size])
-                exchange = self.hosts.shift(held, (*held.shape[:3], rows, held.shape[4]))
+                exchange = self.hosts.shift(kv, (*kv.shape[:3], rows, kv.shape[4]))
                 if not self.config.overlap:
                     exchange.wait()
-            partial = self._attend_to(owner, q, held, scale)
+            partial = self._attend_to(owner, q, kv, scale)
             if step == 0:
                 merged = partial
             else:
@@ -55,31 +56,36 @@ class ZigzagRingMethod(PrefillMethod):
                 out = merged[0] if merged[0].dtype == dtype else empty_output(q, dtype)
                 merged = self.merge([merged, partial], out)
             if step + 1 < size:
-                held = exchange.wait()
+                kv = exchange.wait()
         return merged[0]
 
-    def _attend_to(self, owner: int, q: Tensor, held: Tensor, scale: float) -> PartialAttention:
-        """Attend to a host's keys and values, ``[2, 1, Hkv, rows, D]``, with this host's queries
-        that see any.
+    def _attend_to(self, owner: int, q: Tensor, kv: Tensor, scale: float) -> PartialAttention:
+        """Attend to a host's keys and values, with this host's queries that see any.
 
         Where only its late chunk does, the result is one of the last queries.
+
+        Args:
+            kv: ``[2, 1, Hkv, rows, D]``.
         """
         here = self.hosts.rank
-        if (
-            owner == here
-        ):  # together this host's chunks are one triangle: the late one sees all of the early one
-            return self.attend(q, [tuple(held)], scale, causal_last=True)
+        if owner == here:
+            # Together this host's chunks are one triangle: the late one sees all of the early one.
+            return self.attend(q, [(kv[0], kv[1])], scale, causal_last=True)
         if owner < here:  # its early chunk lies before both of this host's, its late one after both
-            held = held[:, :, :, : self._cuts[owner][0]]
+            kv = kv[:, :, :, : self._cuts[owner][0]]
         else:  # both of its chunks lie between this host's
             q = q[:, :, self._cuts[here][0] :]
-        return self.attend(q, [tuple(held)], scale, causal_last=False)
+        return self.attend(q, [(kv[0], kv[1])], scale, causal_last=False)
 
     def _library_for(self, q: Tensor, k: Tensor) -> Ring | None:
-        """Return ring-flash-attn where it can be used: it takes chunks of equal length in half
-        precision only."""
+        """Return ring-flash-attn; None where it cannot be used.
+
+        It takes chunks of equal length in half precision only.
+        """
         is_half = q.dtype in (torch.float16, torch.bfloat16)
-        if not (self._equal_chunks and q.is_cuda and is_half) or self.hosts.process_group is None:
+        if not self._equal_chunks or not q.is_cuda or not is_half:
+            return None
+        if self.hosts.process_group is None:
             return None
         return usable_ring(self.hosts, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
 
@@ -87,8 +93,9 @@ class ZigzagRingMethod(PrefillMethod):
         self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
         """Call ring-flash-attn, which places chunks alike."""
-        q, k, v = (states.transpose(1, 2).contiguous() for states in (q, k, v))
+        q = q.transpose(1, 2).contiguous()
+        k = k.transpose(1, 2).contiguous()
+        v = v.transpose(1, 2).contiguous()
         self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
-        return ring(
-            q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group
-        ).transpose(1, 2)
+        out = ring(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group)
+        return out.transpose(1, 2)

@@ -25,28 +25,27 @@ def keep_even(num_tokens: int, count: int) -> Tensor:
 
 
 def means_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the mean of the rows ``[m, d]`` of each group, ``[count, d]``; 0 for a group without
-    rows.
+    """Return the mean of each group's rows, ``[count, d]``; 0 for a group without rows.
 
     Args:
+        rows: ``[m, d]``.
         groups: each row's group, ``[m]``.
     """
     groups = to_device(groups, rows.device)
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(
-        0, groups, rows.to(dtype)
-    )
-    return (sums / groups.bincount(minlength=count).clamp(min=1)[:, None]).to(rows.dtype)
+    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device)
+    sums.index_add_(0, groups, rows.to(dtype))
+    num_rows = groups.bincount(minlength=count).clamp(min=1)
+    return (sums / num_rows[:, None]).to(rows.dtype)
 
 
 def count_of(share: float, num_tokens: int) -> int:
-    """Return how many tokens a share of some is: rounded, and at least one."""
+    """Return the number of tokens in a share, rounded, at least one."""
     return max(1, round(share * num_tokens))
 
 
 def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
-    """Share ``count`` tokens out over videos, in proportion to their lengths as far as that comes
-    out even."""
+    """Share ``count`` tokens out over videos, about in proportion to their lengths."""
     total = max(1, sum(lengths))
     ends = [end * count // total for end in accumulate(lengths, initial=0)]
     return [stop - start for start, stop in pairwise(ends)]
@@ -58,8 +57,9 @@ class Reduction:
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
-        num_before, num_after: the visual tokens of the prompt, and of them those that are kept.
-        kept: ``[num_after]``, ascending, which ones.
+        num_before: the number of the prompt's visual tokens.
+        num_after: the number of visual tokens that are kept.
+        kept: ``[num_after]``, ascending: which visual tokens are kept.
     """
 
     method: str
@@ -79,12 +79,11 @@ class Reduction:
         }
 
     def spread(self, scores: Tensor) -> Tensor:
-        """Return scores of the tokens that are kept, ``[num_after]``, as scores of all,
-        ``[num_before]``.
+        """Return scores of the kept tokens, ``[num_after]``, as scores of all, ``[num_before]``.
 
         The others get the lowest of these, or 0 if that is lower.
         """
-        missing = min(0.0, float(scores.min()))
-        spread = torch.full((self.num_before,), missing, dtype=scores.dtype)
+        lowest = min(0.0, float(scores.min()))
+        spread = torch.full((self.num_before,), lowest, dtype=scores.dtype)
         spread[self.kept] = scores
         return spread

@@ -13,7 +13,7 @@ What is different here:
   frames are a video of their own, whose windows are four times as long; and so on.
 - The last window is a window, however short; the authors' code leaves some of its frames whole.
 - DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer
-  attends to, is pruned: it saves no prefill.
+  attends to, is left out: it saves no prefill.
 """
 
 import torch
@@ -24,6 +24,7 @@ from .choosing import keep_best, keep_even
 from .frames import KeptRows, SharedVideo
 
 _WINDOW = 4
+_BACK_TO_REFERENCE = (0, 1, 2, 1)  # distance to the reference frame, by place in the window
 
 
 def plan_windows(
@@ -31,10 +32,12 @@ def plan_windows(
 ) -> tuple[range, dict[int, tuple[int, int]]]:
     """Plan which frames are kept whole, and how many tokens of others; the rest is pruned.
 
-    Of others also with which frame they are compared: ``{frame: (reference, count)}``.
-
     Args:
-        count: the tokens to keep, at least those of one frame.
+        count: how many tokens to keep, at least as many as a frame has.
+
+    Returns:
+        The whole frames; of others with which frame they are compared, and how many tokens they
+        keep: ``{frame: (reference, count)}``.
     """
     stride = 1  # of the frames that are kept whole
     while len(range(0, num_frames, stride)) * frame_size > count:
@@ -44,12 +47,14 @@ def plan_windows(
     others = [frame for frame in range(0, num_frames, max(1, step)) if frame not in whole]
     if not others:
         return whole, {}
-    counts = map(len, split_evenly(range(count - len(whole) * frame_size), len(others)))
-    back = (0, 1, 2, 1)  # distance to the reference frame, by a frame's number in the window
-    return whole, {
-        frame: (frame - back[frame // step % _WINDOW] * step, share)
-        for frame, share in zip(others, counts, strict=True)
-    }
+    num_left = count - len(whole) * frame_size
+    shares = split_evenly(range(num_left), len(others))
+    compared = {}
+    for frame, share in zip(others, shares, strict=True):
+        place_in_window = frame // step % _WINDOW
+        reference = frame - _BACK_TO_REFERENCE[place_in_window] * step
+        compared[frame] = (reference, len(share))
+    return whole, compared
 
 
 def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
@@ -61,23 +66,26 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
     if count < size:
         return video.kept(keep_even(size, count))
     whole, compared = plan_windows(video.num_frames, size, count)
-    references = [
-        sorted({compared[frame][0] for frame in share if frame in compared})
-        for share in video.shares
-    ]
+
+    # Fetch the frames that this host compares with.
+    references = []
+    for share in video.shares:
+        of_share = {compared[frame][0] for frame in share if frame in compared}
+        references.append(sorted(of_share))
     fetched = video.fetch(references, video.embeddings)
-    reference = dict(zip(references[video.hosts.rank], fetched, strict=True))
+    reference_rows = dict(zip(references[video.hosts.rank], fetched, strict=True))
+
     places = [torch.empty(0, dtype=torch.long)]
     for frame, rows in zip(video.mine, video.embeddings, strict=True):
         if frame in whole:
-            kept = torch.arange(size)
+            tokens = torch.arange(size)
         elif frame in compared:
-            other, share = compared[frame]
-            similar = functional.cosine_similarity(
-                rows.float(), reference[other].float(), dim=-1, eps=1e-12
+            reference, num_kept = compared[frame]
+            similarity = functional.cosine_similarity(
+                rows.float(), reference_rows[reference].float(), dim=-1, eps=1e-12
             )
-            kept = keep_best(-similar.cpu(), share)
+            tokens = keep_best(-similarity.cpu(), num_kept)
         else:
             continue
-        places.append(frame * size + kept)
+        places.append(frame * size + tokens)
     return video.kept(torch.cat(places))

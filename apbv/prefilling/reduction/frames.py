@@ -70,31 +70,32 @@ class SharedVideo:
         """The rows without deepstack, ``[F, h * w, d]``."""
         return self.rows[..., : self.hidden_size]
 
-    def fetch(self, wanted: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
+    def fetch(self, frames_for: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
         """Send every host the frames that it needs; collective.
 
         Args:
-            wanted: for every host, the numbers of frames, ascending; every host knows all of them.
+            frames_for: for every host, the numbers of the frames that it needs, ascending; every
+                host knows all of them.
             rows: ``[F, h * w, x]`` of this host's frames, x as on every host.
 
         Returns:
-            ``[frames that this host wants, h * w, x]``.
+            ``[frames that this host needs, h * w, x]``.
         """
-        wanted = [torch.tensor([*frames], dtype=torch.long) for frames in wanted]
-        return move_rows(rows, [*map(numbers_in, self.shares)], wanted, self.hosts)
+        frames_of = [numbers_in(share) for share in self.shares]
+        needed = [torch.tensor(list(frames), dtype=torch.long) for frames in frames_for]
+        return move_rows(rows, frames_of, needed, self.hosts)
 
     def kept(self, places: Tensor) -> KeptRows:
         """Keep rows as they are.
 
         Args:
-            places: ``[K]``, ascending, which ones; those of other hosts' frames are ignored.
+            places: ``[K]``, ascending, the rows to keep; rows of other hosts' frames are ignored.
         """
         first = self.mine.start * self.frame_size
-        size = len(self.mine) * self.frame_size
-        places = places[(places >= first) & (places < first + size)]
-        return KeptRows(
-            places, self.rows.flatten(0, 1)[to_device(places - first, self.rows.device)]
-        )
+        stop = self.mine.stop * self.frame_size
+        places = places[(places >= first) & (places < stop)]
+        local_places = to_device(places - first, self.rows.device)
+        return KeptRows(places, self.rows.flatten(0, 1)[local_places])
 
     def gather(self, local: Tensor) -> Tensor:
         """All-gather per-frame results; collective.
@@ -105,7 +106,8 @@ class SharedVideo:
         Returns:
             ``[T, ...]``, the same on every host, in CPU memory.
         """
-        return torch.cat(self.hosts.gather_rows(local, [*map(len, self.shares)]).wait()).cpu()
+        num_frames_of = [len(share) for share in self.shares]
+        return torch.cat(self.hosts.gather_rows(local, num_frames_of).wait()).cpu()
 
 
 # Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one;
@@ -120,7 +122,7 @@ class VideoPlace:
     Attributes:
         patches: its temporal patches.
         in_frames: the rows that belong to its frames.
-        ending: those after them, which belong to none.
+        ending: the rows after these, which belong to no frame.
         height, width: of its frames, in tokens.
     """
 
@@ -140,16 +142,24 @@ def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
         if item.kind == "video":
             rows = visual.rows_of(patches)
-            shape = frame_shape(parts, inputs, patches.start)
-            end = rows.stop - item.num_ending_rows
-            places.append(
-                VideoPlace(patches, range(rows.start, end), range(end, rows.stop), *shape)
+            height, width = frame_shape(parts, inputs, patches.start)
+            end_of_frames = rows.stop - item.num_ending_rows
+            place = VideoPlace(
+                patches=patches,
+                in_frames=range(rows.start, end_of_frames),
+                ending=range(end_of_frames, rows.stop),
+                height=height,
+                width=width,
             )
+            places.append(place)
     return places
 
 
 def require_whole_frames(inputs: ModelInputs, what: str) -> None:
-    """Reject a prompt that lacks tokens of its frames, for what compares frames token by token.
+    """Reject a prompt that lacks tokens of its frames.
+
+    Args:
+        what: an option that compares frames token by token.
 
     Raises:
         PromptError: some are missing.
@@ -197,14 +207,16 @@ def shared_video(
     patches = video.patches
 
     def within(patch: int) -> int:
+        """Return the nearest frame of this video, or its end."""
         return min(max(patch, patches.start), patches.stop) - patches.start
 
     shares = tuple(range(within(share.start), within(share.stop)) for share in visual.patches)
-    mine = shares[hosts.rank]
+    share = shares[hosts.rank]
     size = video.height * video.width
-    begin = (
-        video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
-    )
-    frames = rows[begin : begin + len(mine) * size].view(len(mine), size, rows.shape[1])
+    begin = 0
+    if share:
+        first_row = video.in_frames.start + share.start * size
+        begin = first_row - visual.pieces[hosts.rank].start
+    frames = rows[begin : begin + len(share) * size].view(len(share), size, rows.shape[1])
     hidden_size = parts.language_model.config.hidden_size
     return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts)

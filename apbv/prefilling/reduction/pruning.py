@@ -27,32 +27,37 @@ from ..moving import move_rows
 from ..reuse import stored_rows
 from . import REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import Reducer, num_in_frames, require_whole_frames, shared_video, videos_of
+from .frames import (
+    Reducer,
+    VideoPlace,
+    num_in_frames,
+    require_whole_frames,
+    shared_video,
+    videos_of,
+)
 
 
 def require_usable(
     config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None
 ) -> None:
-    """Reject a reduction and a prefix cache that are incompatible with each other or with the
-    model.
+    """Reject a reduction that a model or a prefix cache does not allow.
 
     Args:
         model: the model's config.
 
     Raises:
-        ValueError: they are; the message says why.
+        ValueError: they are incompatible; the message says why.
     """
     if config is not None and model.model_type not in VIDEO_FAMILIES:
-        what = "images only" if model.model_type in IMAGE_FAMILIES else "only text"
+        readable = "images only" if model.model_type in IMAGE_FAMILIES else "only text"
         raise ValueError(
             f"{config.method} prunes a video's visual tokens, but {model.model_type} models read "
-            f"{what}"
+            f"{readable}"
         )
-    kv_reuse = reuse is not None and reuse.mode == "kv"
     refuse(
         hybrid=hybrid_family(model),
         rope_by_length=rope_by_length(model.get_text_config()),
-        kv_reuse=kv_reuse,
+        kv_reuse=reuse is not None and reuse.mode == "kv",
         reduction=None if config is None else config.method,
     )
 
@@ -67,10 +72,10 @@ def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
     if config.leaves_all:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
-        has = "no video" if inputs.visual is None else "images only"
+        content = "no video" if inputs.visual is None else "images only"
         raise PromptError(
             f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt "
-            f"has {has}"
+            f"has {content}"
         )
     require_whole_frames(inputs, f"reduce={config.method!r}")
 
@@ -85,14 +90,14 @@ def reduce_prompt(
 ) -> tuple[ModelInputs, VisualRows, Reduction]:
     """Encode this host's share of a prompt's frames, and prune visual tokens; collective.
 
-    Returns:
-        The shorter prompt, without pixels, the source of this host's share of its embeddings, and
-        what was left.
-
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
         source: makes the embeddings of this host's share.
-        config: with a reduction.
+        config: has a reduction.
+
+    Returns:
+        The shorter prompt, without pixels; the source of this host's share of its embeddings; and a
+        record of the pruning.
 
     Raises:
         ValueError: a frame cannot be read, or the vision tower makes another number of rows than
@@ -103,25 +108,50 @@ def reduce_prompt(
     """
     settings = config.reduce
     visual = inputs.visual
-    embeddings = len(visual.pieces[visual.host]) * parts.row_width * parts.dtype.itemsize
-    stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
-    room = Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
+
+    # Check the memory.
+    embedding_bytes = len(visual.pieces[visual.host]) * parts.row_width * parts.dtype.itemsize
+    memory = HostMemory(
+        0,
+        {
+            "encoding": {"embeddings": embedding_bytes},
+            "reduction": {"embeddings": embedding_bytes},
+        },
+        {"reduction": embedding_bytes},
+    )
+    room = Room(memory, inputs.num_tokens, hosts)
     room.require()
-    num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
+
+    # Encode.
+    chunk_bytes = visual.chunk_bytes
+    if not chunk_bytes:
+        chunk_bytes = agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
-        (rows,) = all_rows(
-            parts, visual, visual.chunks(visual.host, num_bytes), source, [parts.row_width]
-        )
+        chunks = visual.chunks(visual.host, chunk_bytes)
+        streams = all_rows(parts, visual, chunks, source, [parts.row_width])
+        rows = streams.pop()
+
+    # Prune.
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
-        count = count_of(settings.ratio, num_in_frames(parts, inputs))
-        stays, patches, values = choose_rows(
-            parts, inputs, rows, sharing_hosts(visual, hosts), REDUCERS[settings.method], count
+        is_kept, patches, values = choose_rows(
+            parts,
+            inputs,
+            rows,
+            sharing_hosts(visual, hosts),
+            REDUCERS[settings.method],
+            count_of(settings.ratio, num_in_frames(parts, inputs)),
         )
-        shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
+        shorter = _with_rows(parts, inputs, is_kept, patches, chunk_bytes)
     if not visual.is_shared_out:  # every host has chosen among all
-        hosts.require_same("the choice of visual tokens", stays.numpy().tobytes())
-    kept = stays.nonzero().flatten()
-    reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
+        hosts.require_same("the choice of visual tokens", is_kept.numpy().tobytes())
+    kept = is_kept.nonzero().flatten()
+    reduction = Reduction(
+        method=settings.method,
+        ratio=settings.ratio,
+        num_before=visual.num_rows,
+        num_after=len(kept),
+        kept=kept,
+    )
     return shorter, partial(stored_rows, values, shorter.visual, parts.device), reduction
 
 
@@ -140,6 +170,7 @@ def choose_rows(
     Args:
         rows: ``[rows of this host's share, (1 + L) * d]``.
         hosts: those that have the rows together.
+        reducer: chooses among a video's tokens.
         count: how many tokens of frames are kept, over all videos; each keeps the same share, as
             far as that comes out even.
 
@@ -151,64 +182,88 @@ def choose_rows(
     visual = inputs.visual
     videos = videos_of(parts, inputs)
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
+
+    # Reduce the videos' frames.
     first = visual.pieces[hosts.rank].start
-    mine = torch.zeros(visual.num_rows, dtype=torch.uint8)
-    mine[first : first + len(rows)] = 1
-    chosen, values = [], []  # of the videos' tokens that this host has after the reduction
+    is_local = torch.zeros(visual.num_rows, dtype=torch.uint8)
+    is_local[first : first + len(rows)] = 1
+    chosen = []  # of the videos' tokens that this host has after the reduction
+    values = []
     for video, share in zip(videos, shares, strict=True):
-        mine[video.in_frames.start : video.ending.stop] = 0
+        is_local[video.in_frames.start : video.ending.stop] = 0
         if share:
-            places, of_video = reducer(shared_video(parts, inputs, video, rows, hosts), share)
-            chosen.append(video.in_frames.start + places)
-            values.append(of_video)
-    unreduced = mine.nonzero().flatten()
-    mine[torch.cat([unreduced, *chosen])] = 1
-    has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
-    # A video's ending rows go to the host that has its last frame now, or stay if no host has any
-    # of it.
-    held = [*map(numbers_in, visual.pieces)]
-    ending = [torch.arange(0)] * hosts.size
-    for video in videos:
-        frame = visual.frames[video.patches[-1]]
-        end = slice(video.ending.start, video.ending.stop)
-        has_last = has[:, frame.start : frame.stop].any(dim=1)
-        for host, share in enumerate(visual.patches):
-            if has_last[host] or (not has_last.any() and video.patches[-1] in share):
-                ending[host] = torch.cat([ending[host], numbers_in(video.ending)])
-                has[host, end] = True
-    values = [
-        rows[to_device(unreduced - first, rows.device)],
-        *values,
-        move_rows(rows, held, ending, hosts),
-    ]
-    values = torch.cat(values)
+            reduced = reducer(shared_video(parts, inputs, video, rows, hosts), share)
+            chosen.append(video.in_frames.start + reduced.places)
+            values.append(reduced.values)
+    unreduced = is_local.nonzero().flatten()
+    is_local[torch.cat([unreduced, *chosen])] = 1
+    has_row = hosts.all_gather(is_local.to(rows.device)).wait().bool().cpu()  # [hosts, rows]
+
+    ending = _assign_endings(visual, videos, has_row)
+    held = [numbers_in(piece) for piece in visual.pieces]
+    values.insert(0, rows[to_device(unreduced - first, rows.device)])
+    values.append(move_rows(rows, held, ending, hosts))
+
+    # Put this host's rows in the prompt's order.
+    kept_values = torch.cat(values)
+    values.clear()  # frees them
     order = torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
     if not torch.equal(order, torch.arange(len(order))):
-        values = values[to_device(order, rows.device)]
-    kept = has.any(dim=0)
-    ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
-    ends = [0, *ends[:-1], len(visual.row_starts) - 1]
-    return kept, tuple(range(start, stop) for start, stop in pairwise(ends)), values
+        kept_values = kept_values[to_device(order, rows.device)]
+
+    # Every host gets the run of temporal patches whose kept rows it has.
+    is_kept = has_row.any(dim=0)
+    num_rows_to_host = has_row.sum(dim=1).cumsum(0)
+    ends = torch.searchsorted(_starts(visual, is_kept), num_rows_to_host).tolist()
+    num_patches = len(visual.row_starts) - 1
+    bounds = [0, *ends[:-1], num_patches]
+    patches = tuple(range(start, stop) for start, stop in pairwise(bounds))
+    return is_kept, patches, kept_values
 
 
-def _starts(visual: VisualInput, kept: Tensor) -> Tensor:
+def _assign_endings(visual: VisualInput, videos: list[VideoPlace], has_row: Tensor) -> list[Tensor]:
+    """Assign the rows after each video's frames to hosts, and mark them in ``has_row``.
+
+    They go to the host that has the video's last frame now, or stay where they are if no host has
+    any of it.
+
+    Args:
+        has_row: bool ``[hosts, rows]``: which host has which row after the reduction.
+
+    Returns:
+        For every host, the rows that it gets, ascending.
+    """
+    ending = [torch.arange(0)] * len(has_row)
+    for video in videos:
+        last_patch = video.patches[-1]
+        frame = visual.frames[last_patch]
+        has_last = has_row[:, frame.start : frame.stop].any(dim=1)
+        is_left_out = not has_last.any()
+        for host, share in enumerate(visual.patches):
+            if has_last[host] or (is_left_out and last_patch in share):
+                ending[host] = torch.cat([ending[host], numbers_in(video.ending)])
+                has_row[host, video.ending.start : video.ending.stop] = True
+    return ending
+
+
+def _starts(visual: VisualInput, is_kept: Tensor) -> Tensor:
     """Return the first kept row of every temporal patch, and how many there are in all."""
-    return torch.nn.functional.pad(kept.long().cumsum(0), (1, 0))[list(visual.row_starts)]
+    num_kept_before = torch.nn.functional.pad(is_kept.long().cumsum(0), (1, 0))
+    return num_kept_before[list(visual.row_starts)]
 
 
 def _with_rows(
     parts: ModelParts,
     inputs: ModelInputs,
-    kept: Tensor,
+    is_kept: Tensor,
     patches: tuple[range, ...],
     chunk_bytes: int,
 ) -> ModelInputs:
-    """Return the prompt without the visual tokens that are not kept; the others stay at their
-    positions."""
+    """Return the prompt with the kept visual tokens only; tokens stay at their positions."""
     visual = inputs.visual
     stays = ~parts.is_visual(inputs.input_ids[0])
-    stays[~stays] = kept
-    row_starts = tuple(_starts(visual, kept).tolist())
+    stays[~stays] = is_kept
+    row_starts = tuple(_starts(visual, is_kept).tolist())
     return replace(
         inputs,
         input_ids=inputs.input_ids[:, stays],

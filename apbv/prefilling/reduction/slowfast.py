@@ -40,25 +40,29 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
         height and width.
     """
     if count < num_frames:
-        return dict.fromkeys(
-            spaced_frames(num_frames, count), (functional.avg_pool2d, (height, width))
-        )
+        to_one_token = (functional.avg_pool2d, (height, width))
+        return dict.fromkeys(spaced_frames(num_frames, count), to_one_token)
+
+    # The fast pathway: squares of side x side tokens.
     side = 1
     most = max(num_frames, count // _FAST_SHARE)
     while num_frames * _num_cells(height, width, side, side) > most:
         side += 1
-    across = 2 if num_frames * _num_cells(height, width, 1, 2) >= count else 1
     fast = _num_cells(height, width, side, side)
+
+    # The slow pathway: two tokens side by side, or whole frames.
+    across = 2 if num_frames * _num_cells(height, width, 1, 2) >= count else 1
     slow = _num_cells(height, width, 1, across)
-    num_slow = (
-        num_frames
-        if fast >= slow
-        else min(num_frames, (count - num_frames * fast) // (slow - fast))
-    )
-    poolings = dict.fromkeys(range(num_frames), (functional.avg_pool2d, (side, side)))
-    return poolings | dict.fromkeys(
-        spaced_frames(num_frames, num_slow), (functional.max_pool2d, (1, across))
-    )
+    num_slow = num_frames
+    if fast < slow:
+        num_slow = min(num_frames, (count - num_frames * fast) // (slow - fast))
+
+    poolings = {}
+    for frame in range(num_frames):
+        poolings[frame] = (functional.avg_pool2d, (side, side))
+    for frame in spaced_frames(num_frames, num_slow):
+        poolings[frame] = (functional.max_pool2d, (1, across))
+    return poolings
 
 
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
@@ -88,10 +92,16 @@ def _num_cells(height: int, width: int, down: int, across: int) -> int:
 
 
 def _middles(height: int, width: int, cell: tuple[int, int]) -> Tensor:
-    """Return the places of the middles of a frame's cells, or of the tokens above and left of
-    them."""
-    down, across = (
-        torch.tensor([(start + min(start + side, end) - 1) // 2 for start in range(0, end, side)])
-        for side, end in zip(cell, (height, width), strict=True)
-    )
+    """Return the places of the middles of a frame's cells, rounded up and to the left."""
+    down = _middles_of_line(height, cell[0])
+    across = _middles_of_line(width, cell[1])
     return (down[:, None] * width + across).flatten()
+
+
+def _middles_of_line(length: int, side: int) -> Tensor:
+    """Return the middles of a line's pieces of ``side`` tokens; the last may be shorter."""
+    middles = []
+    for start in range(0, length, side):
+        stop = min(start + side, length)
+        middles.append((start + stop - 1) // 2)
+    return torch.tensor(middles)
