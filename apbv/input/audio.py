@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,16 @@ FRAMES_PER_TOKEN = 4
 _UNITS_PER_CHUNK = 64
 # FFmpeg's: the mix of all channels is not louder than one.
 _RESAMPLING = {"rematrix_maxval": "1"}
-# Seconds by which containers' clocks jitter; by which they never do, and a new recording's is
-# behind, at least.
+# Seconds by which containers' clocks jitter.
 _JITTER = 0.015
+# Seconds by which they never do: a larger step is a gap, or, backwards, a new recording.
 _ANEW = 0.1
-# Frames in a row that are away from where the sound is by nearly the same show a gap.
+# This number of frames in a row that are off by nearly the same time show a gap.
 _IN_A_ROW = 4
-# Streams without a container: what is not a frame, before the first or after the last, is not part
-# of them.
+# Streams without a container: damage before the first frame or after the last is not part of them.
 _BARE = {"aac", "ac3", "dts", "eac3", "flac", "mp2", "mp3"}
-# In these, damage is left out, as by FFmpeg: broadcasts lose packets and are cut anywhere, and tags
-# lie between.
+# In these, damage is left out, as FFmpeg does: broadcasts lose packets and are cut anywhere, and
+# tags lie between frames.
 _LOSSY = {"mpegts", "mp3"}
 
 
@@ -106,15 +105,16 @@ class AudioInput(RowStarts):
         ]
 
     def frames_of(self, units: range) -> Iterator[Tensor]:
-        """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` for each clip that they
-        are part of."""
-        ends = accumulate((-(-length // self.unit) for length in self.lengths), initial=0)
-        for spectrogram, (start, stop) in zip(self.spectrograms, pairwise(ends), strict=True):
-            part = intersect(range(start, stop), units)
+        """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` per clip."""
+        first_unit = 0  # of the clip
+        for spectrogram, length in zip(self.spectrograms, self.lengths, strict=True):
+            num_units = -(-length // self.unit)
+            part = intersect(range(first_unit, first_unit + num_units), units)
             if part:
-                yield spectrogram[
-                    :, (part.start - start) * self.unit : (part.stop - start) * self.unit
-                ]
+                start = (part.start - first_unit) * self.unit
+                stop = (part.stop - first_unit) * self.unit
+                yield spectrogram[:, start:stop]
+            first_unit += num_units
 
 
 def audio_from_batch(
@@ -137,10 +137,12 @@ def audio_from_batch(
             "feature_attention_mask"
         )
     lengths = torch.as_tensor(mask).sum(dim=1).tolist()
-    of_units = [
-        min(parts.audio_unit, n - start) for n in lengths for start in range(0, n, parts.audio_unit)
-    ]
-    row_starts = list(accumulate(map(num_audio_tokens, of_units), initial=0))
+    rows_of_units = []
+    for length in lengths:
+        for start in range(0, length, parts.audio_unit):
+            num_frames = min(parts.audio_unit, length - start)
+            rows_of_units.append(num_audio_tokens(num_frames))
+    row_starts = list(accumulate(rows_of_units, initial=0))
     num_rows = int(parts.is_audio(input_ids).sum())
     if row_starts[-1] != num_rows:
         raise PromptError(
@@ -195,8 +197,7 @@ def read_audio(
     clock: np.ndarray | None = None,
     start: float = 0.0,
 ) -> np.ndarray:
-    """Decode a file's audio track: of several the one that FFmpeg takes of those that it can
-    decode.
+    """Decode a file's audio track; if it has several, the one that FFmpeg prefers.
 
     Args:
         path: of a video, or of an audio file.
@@ -205,7 +206,7 @@ def read_audio(
         seconds: maximum length to return; None: all of it.
         clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first
             frame, what came before is left out, and silence stands for what is missing.
-        start: seconds of the beginning that are left out.
+        start: the seconds to leave out at the beginning.
 
     Returns:
         float32 ``[samples]``, the mean of all channels.
@@ -213,78 +214,96 @@ def read_audio(
     Raises:
         AudioError: the track is missing, empty, damaged, or longer than ``max_seconds``.
     """
-    most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
+    wanted_seconds = max_seconds
+    if seconds is not None:
+        wanted_seconds = min(seconds, max_seconds)
+    max_samples = round(wanted_seconds * rate)
+    num_skipped = round(start * rate)
     pieces = []
-    left_out = round(start * rate)
-    count = 0
+    num_samples = 0
     with _described(path), open_media(path, AudioError) as container:
         stream = best_stream(container, "audio")
         if stream is None:
             which = " that can be decoded" if container.streams.audio else ""
             raise AudioError(f"{path}: has no audio track{which}", is_missing=True)
-        for piece in _placed(_from_zero(_frames(container, stream), clock), rate, left_out + most):
-            begun = piece[left_out:]
-            left_out = max(0, left_out - len(piece))
-            pieces.append(begun)
-            count += len(begun)
-            if count > most:
+        frames = _from_zero(_frames(container, stream), clock)
+        for piece in _placed(frames, rate, num_skipped + max_samples):
+            used = piece[num_skipped:]
+            num_skipped = max(0, num_skipped - len(piece))
+            pieces.append(used)
+            num_samples += len(used)
+            if num_samples > max_samples:
                 break
-    if count > most and (seconds is None or seconds > max_seconds):
+    if num_samples > max_samples and (seconds is None or seconds > max_seconds):
         raise AudioError(
             f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room "
             "for"
         )
-    if not count:
+    if not num_samples:
         raise AudioError(f"{path}: its audio track is empty", is_missing=True)
-    return np.concatenate(pieces)[:most]
+    return np.concatenate(pieces)[:max_samples]
 
 
 def _frames(
     container: "av.container.InputContainer", stream: "av.AudioStream"
 ) -> Iterator["av.AudioFrame"]:
-    """Decode a track; an error is one only where sound follows, or the container counts its
-    frames."""
-    name = container.format.name
-    found = False
-    error = None
+    """Decode a track, and raise an error of the decoder where it means that sound is missing.
+
+    It does between frames, and before the first or after the last in a container, which tells where
+    a track begins and ends; but never in formats that are known to lose data.
+    """
+    is_bare = container.format.name in _BARE
+    is_lossy = container.format.name in _LOSSY
+    has_sound = False
+    error = None  # since the last frame
     for packet in container.demux(stream):
         try:
             frames = packet.decode()
         except FFmpegError as raised:
             error = error or raised
             continue
-        if frames and error is not None and name not in _LOSSY and (found or name not in _BARE):
-            raise error
-        error = error if not frames else None
-        found |= bool(frames)
+        if frames:
+            is_within = has_sound or not is_bare
+            if error is not None and is_within and not is_lossy:
+                raise error
+            error = None
+            has_sound = True
         for frame in frames:
-            if name in _BARE:  # its times are guessed from the first one's rate
+            if is_bare:  # its times are guessed from the first one's rate
                 frame.pts = None
             yield frame
-    if error is not None and not (found and name in _BARE | _LOSSY):
-        raise error
+    if error is not None:
+        is_ignored = has_sound and (is_bare or is_lossy)
+        if not is_ignored:
+            raise error
 
 
 def _from_zero(
     frames: Iterator["av.AudioFrame"], clock: np.ndarray | None
 ) -> Iterator[tuple["av.AudioFrame", float | None]]:
-    """Yield frames with the seconds since the first video frame; without a clock since the first of
-    these frames.
+    """Yield frames with the seconds since the first video frame, or the first of these frames.
 
     Where times begin anew, the clock's next recording begins; without a clock they go on.
+
+    Args:
+        clock: of the video; None: there is no video.
     """
-    number = 0
-    shift = None if clock is None else clock[0, 1] - clock[0, 0]
-    end = -np.inf
+    recording = 0
+    shift = None  # from the frames' times to the result's
+    if clock is not None:
+        shift = clock[0, 1] - clock[0, 0]
+    end = -np.inf  # of the frame before
     for frame in frames:
         time = frame.time
         if time is not None:
             is_anew = time < end - _ANEW
-            if clock is None:
-                shift = -time if shift is None else shift + (end - time) * is_anew
-            elif is_anew and number + 1 < len(clock):
-                number += 1
-                shift = clock[number, 1] - clock[number, 0]
+            if shift is None:
+                shift = -time
+            elif is_anew and clock is None:
+                shift += end - time
+            elif is_anew and recording + 1 < len(clock):
+                recording += 1
+                shift = clock[recording, 1] - clock[recording, 0]
             end = time + frame.samples / frame.sample_rate
             time += shift
         yield frame, time
@@ -293,55 +312,63 @@ def _from_zero(
 def _placed(
     frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, most: int
 ) -> Iterator[np.ndarray]:
-    """Resample frames, each at its time: silence where there are none, and nothing twice or before
-    0.
+    """Resample frames, each at its time; where there are none, there is silence.
+
+    No sound comes twice, and none before 0.
 
     Args:
         most: samples after which no more are needed.
     """
+    # A piece is a run of frames of one format without a gap; one resampler makes it.
     resampler = None
-    setup = None
-    begun = 0.0
-    fed = 0.0
-    given = 0
-    ahead = 0
-    # By how much frames are away from where the sound is.
-    recent: deque[float] = deque(maxlen=_IN_A_ROW)
+    format_of_piece = None
+    start_of_piece = 0.0  # seconds
+    fed = 0.0  # seconds of the piece that the resampler was given
+    num_yielded = 0  # samples
+    num_to_drop = 0  # samples that were there before
+    # By how many seconds the last frames are away from where the sound is.
+    offsets: deque[float] = deque(maxlen=_IN_A_ROW)
 
     def resampled(frame: "av.AudioFrame | None") -> Iterator[np.ndarray]:
-        nonlocal given, ahead
-        for each in resampler.resample(frame) if resampler is not None else ():
-            samples = each.to_ndarray()[0]
-            kept = samples[ahead:]
-            ahead -= len(samples) - len(kept)
-            given += len(kept)
-            yield kept
+        nonlocal num_yielded, num_to_drop
+        if resampler is None:
+            return
+        for resampled_frame in resampler.resample(frame):
+            samples = resampled_frame.to_ndarray()[0]
+            new_samples = samples[num_to_drop:]
+            num_to_drop -= len(samples) - len(new_samples)
+            num_yielded += len(new_samples)
+            yield new_samples
 
     for frame, time in frames:
-        found = frame.sample_rate, frame.layout.name, frame.format.name
-        off = 0.0
+        # Is there a gap, or an overlap, before this frame?
+        offset = 0.0
         if time is not None:
-            recent.append(time - begun - fed)
-            mean = float(np.mean(recent))
-            is_gap = abs(recent[-1]) > (0 if setup is None else _ANEW)
-            are_steady = max(recent) - min(recent) < _JITTER
-            are_away = len(recent) == _IN_A_ROW and are_steady and abs(mean) > _JITTER
-            if is_gap:
-                off = recent[-1]
-            elif are_away:
-                off = mean
-        if found != setup or off:
+            offsets.append(time - start_of_piece - fed)
+            limit = 0 if resampler is None else _ANEW
+            mean = float(np.mean(offsets))
+            are_steady = max(offsets) - min(offsets) < _JITTER
+            if abs(offsets[-1]) > limit:
+                offset = offsets[-1]
+            elif len(offsets) == _IN_A_ROW and are_steady and abs(mean) > _JITTER:
+                offset = mean
+
+        # Begin another piece there, and where the format changes.
+        frame_format = (frame.sample_rate, frame.layout.name, frame.format.name)
+        if frame_format != format_of_piece or offset:
             yield from resampled(None)
-            begun = begun + fed + off
+            start_of_piece = start_of_piece + fed + offset
             fed = 0.0
-            recent.clear()
+            offsets.clear()
             resampler = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING)
-            setup = found
-            gap = round(begun * rate) - given
-            ahead = max(0, -gap)
+            format_of_piece = frame_format
+            gap = round(start_of_piece * rate) - num_yielded
+            num_to_drop = max(0, -gap)
             if gap > 0:
-                given += (silent := min(gap, most + 1 - given))
-                yield np.zeros(silent, np.float32)
+                num_silent = min(gap, most + 1 - num_yielded)
+                num_yielded += num_silent
+                yield np.zeros(num_silent, np.float32)
+
         fed += frame.samples / frame.sample_rate
         yield from resampled(frame)
     yield from resampled(None)
@@ -354,8 +381,7 @@ def _described(path: str | Path) -> Iterator[None]:
     except AudioError:
         raise
     except (FFmpegError, ValueError) as error:
-        raise AudioError(
-            f"{path}: the audio cannot be decoded ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise AudioError(f"{path}: the audio cannot be decoded ({reason})") from error
     except OSError as error:
         raise AudioError(f"{path}: cannot be read ({error.strerror})") from error

@@ -26,32 +26,35 @@ def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.
         error_type: the file is missing, not a regular file, not readable, or not of a known format;
             the message names it.
     """
-    is_video = "Video" in error_type.__name__
-    refused = (
-        f"{path}: {'cannot be read as a video' if is_video else 'the audio cannot be decoded'}"
-    )
+    failure = "the audio cannot be decoded"
+    if "Video" in error_type.__name__:
+        failure = "cannot be read as a video"
     if not os.path.exists(path):
         raise error_type(f"{path}: no such file")
     if not os.path.isfile(path):
-        raise error_type(f"{refused} (it is not a regular file)")
+        raise error_type(f"{path}: {failure} (it is not a regular file)")
     try:
         # Without the prefix, FFmpeg takes what precedes a colon for a protocol.
         return av.open(f"file:{path}", options=dict(_OPTIONS), **_ANY_TAGS)
     except (av.error.FFmpegError, OSError) as error:
-        with open(path, "rb") if os.access(path, os.R_OK) else open(os.devnull, "rb") as file:
-            start = file.read(12)
-        is_webp = start[:4] == b"RIFF" and start[8:] == b"WEBP"
-        reason = (
-            "a WebP picture, or an animation that this FFmpeg cannot decode"
-            if is_webp
-            else error.strerror
-        )
-        raise error_type(f"{refused} ({reason})") from error
+        reason = error.strerror
+        if _is_webp(path):
+            reason = "a WebP picture, or an animation that this FFmpeg cannot decode"
+        raise error_type(f"{path}: {failure} ({reason})") from error
+
+
+def _is_webp(path: str | Path) -> bool:
+    if not os.access(path, os.R_OK):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(12)
+    return start[:4] == b"RIFF" and start[8:] == b"WEBP"
 
 
 def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stream.Stream | None":
-    """Return FFmpeg's choice among the streams that can be decoded, attached pictures left out;
-    None without any.
+    """Return FFmpeg's choice among the streams that can be decoded; None if there are none.
+
+    Attached pictures are left out.
 
     Args:
         kind: ``"video"`` or ``"audio"``.
@@ -61,11 +64,15 @@ def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stre
         for stream in getattr(container.streams, kind)
         if stream.codec_context is not None and not stream.disposition & Disposition.attached_pic
     ]
+    if not streams:
+        return None
     best = container.streams.best(kind)
-    if best in streams or not streams:
-        return best if streams else None
-    # FFmpeg's own order, which it does not tell of a part of the streams.
-    return max(
-        streams,
-        key=lambda stream: (bool(stream.disposition & Disposition.default), stream.bit_rate or 0),
-    )
+    if best in streams:
+        return best
+
+    # FFmpeg's own order, which it does not apply to a part of the streams.
+    def rank(stream: "av.stream.Stream") -> tuple[bool, int]:
+        is_default = bool(stream.disposition & Disposition.default)
+        return is_default, stream.bit_rate or 0
+
+    return max(streams, key=rank)

@@ -3,19 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-_FILES = ("image", "video", "audio")
 # A type as people write it: the one that OpenAI's API has for it, or vLLM's server.
 _TYPES = {
+    "image": "image_url",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "video": "video_url",
+    "video_url": "video_url",
+    "input_video": "video_url",
+    "audio": "audio_url",
+    "audio_url": "audio_url",
+    "input_audio": "input_audio",
     "text": "text",
     "input_text": "text",
     "output_text": "text",
     "refusal": "text",
     "thinking": "text",
 }
-_TYPES |= {"input_audio": "input_audio"}
-_TYPES |= {
-    name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")
-} | _TYPES
 
 # Options beside a file, as in qwen-vl-utils: how large an image or a video's frames are, from when
 # to when a video is shown and how its frames are sampled, and others, which nothing here reads.
@@ -103,26 +107,27 @@ def require_consistent(kind: str, given: Mapping[str, Any]) -> None:
 def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return a part with the type and the field of that name that OpenAI's API has for it.
 
-    Taken are also ``{"type": "video", "video": FILE}`` as in Qwen's and transformers' examples,
-    there also with ``url``, ``path`` or ``base64``, a URL as a plain string, parts without a type
-    if one key says it, and plain texts. Options of a file stand beside it, also if they were given
-    with its URL. What an earlier answer consists of (``output_text``, ``refusal``, ``thinking``) is
-    text, as in vLLM. A part in no such form is returned as it is.
+    It also takes ``{"type": "video", "video": FILE}`` from Qwen's and transformers' examples, with
+    ``url``, ``path`` or ``base64`` instead of the second key, a URL as a plain string, parts
+    without a type if one key tells it, and plain texts. Options of a file are put beside it, also
+    if they were given with its URL. The parts of an earlier answer (``output_text``, ``refusal``,
+    ``thinking``) are text, as in vLLM. A part in another form is returned as it is.
     """
-    part = {"type": "text", "text": part} if isinstance(part, str) else dict(part)
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    part = dict(part)
     name = part.get("type")
     if name is None:
-        said = [key for key in _TYPES if part.get(key) is not None]
-        name = said[0] if len(said) == 1 else None
+        keys = [key for key in _TYPES if part.get(key) is not None]
+        if len(keys) == 1:
+            name = keys[0]
     if not isinstance(name, str) or name not in _TYPES:
         return part
-    part["type"] = kind = _TYPES[name]
-    keys = (
-        kind,
-        name,
-        kind.removesuffix("_url"),
-        *(("url", "path", "base64") if kind.endswith("_url") else ()),
-    )
+    kind = _TYPES[name]
+    part["type"] = kind
+    keys = [kind, name, kind.removesuffix("_url")]
+    if kind.endswith("_url"):
+        keys += ["url", "path", "base64"]
     key = next((key for key in keys if part.get(key) is not None), None)
     if key is None:
         return part
@@ -134,11 +139,10 @@ def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     elif not isinstance(source, Mapping):
         part[kind] = {"url": source}
     else:
-        inside = {
-            name
-            for name in (*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS)
-            if name in source and name not in part
-        }
-        part[kind] = {name: value for name, value in source.items() if name not in inside}
-        part |= {name: source[name] for name in inside}
+        # Move options of the file from beside its URL to beside the file.
+        source = dict(source)
+        for option in (*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS):
+            if option in source and option not in part:
+                part[option] = source.pop(option)
+        part[kind] = source
     return part

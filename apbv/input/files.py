@@ -35,10 +35,10 @@ class FileIdentity:
         """
         try:
             resolved = Path(path).resolve()
-            found = resolved.stat()
+            status = resolved.stat()
         except OSError as error:
             raise VideoError(f"{path}: {error.strerror.lower()}") from error
-        return cls(str(resolved), found.st_size, found.st_mtime_ns)
+        return cls(str(resolved), status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class KnownVideos:
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
     def probe(self, path: str | Path, check: Callable[[int], None] | None = None) -> VideoInfo:
-        """See :func:`apbv.input.video.probe`; the same object again for a file that is known by
-        this path."""
+        """Probe a video (:func:`apbv.input.video.probe`), unless it is known.
+
+        A file that is known by this path gives the same object again.
+        """
         identity = FileIdentity.of(path)
         with self._lock:
             info = self._found.pop(identity, None)
@@ -108,10 +110,11 @@ def probe_once(
         with hosts.local_stage("reading the video"):
             if not hosts.is_leader:
                 size = FileIdentity.of(path).size
-                told = VideoInfo.from_bytes(data)
-                if size != told.num_bytes:
-                    there = f"{told.num_bytes} on {hosts.name_of(0)}"
-                    raise VideoError(f"{path}: is {size} bytes long here, but {there}")
-                info = replace(told, path=path)
+                info = replace(VideoInfo.from_bytes(data), path=path)
+                if size != info.num_bytes:
+                    raise VideoError(
+                        f"{path}: is {size} bytes long here, but {info.num_bytes} on "
+                        f"{hosts.name_of(0)}"
+                    )
         infos.append(info)
     return tuple(infos)

@@ -55,21 +55,20 @@ class Picture:
                 f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}"
             )
         with _opened(image) as opened:
-            size = (
-                opened.size
-                if _orientation(opened) in range(5, 9)
-                else (opened.height, opened.width)
-            )
-        return cls(Path(image) if isinstance(image, str) else image, *size, limits)
+            height = opened.height
+            width = opened.width
+            if _orientation(opened) in range(5, 9):
+                height, width = width, height
+        if isinstance(image, str):
+            image = Path(image)
+        return cls(image, height, width, limits)
 
     @property
     def source(self) -> Source | None:
         """Identity of the image's content; None if it was given as pixels."""
-        return (
-            Source(FileIdentity.of(self.image), size=self.resized)
-            if isinstance(self.image, Path)
-            else None
-        )
+        if not isinstance(self.image, Path):
+            return None
+        return Source(FileIdentity.of(self.image), size=self.resized)
 
     def load(self) -> Image.Image | Tensor:
         """Return the image in RGB, upright, what is transparent on white.
@@ -81,16 +80,15 @@ class Picture:
             return self.image
         with _opened(self.image) as opened:
             upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
-            shown = _in_rgb(upright)
-        if (shown.height, shown.width) != (self.height, self.width):
+            in_rgb = _in_rgb(upright)
+        if (in_rgb.height, in_rgb.width) != (self.height, self.width):
             raise PromptError(f"the image {self.image} was changed after it was probed")
-        return shown
+        return in_rgb
 
     def without_pixels(self) -> Tensor:
         """Return a tensor of the image's shape, on which alone the prompt's length depends."""
-        return torch.empty(
-            3, *(self.resized or (self.height, self.width)), dtype=torch.uint8, device="meta"
-        )
+        height, width = self.resized or (self.height, self.width)
+        return torch.empty(3, height, width, dtype=torch.uint8, device="meta")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -102,11 +100,13 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB: on white, where transformers ignores transparency, and the values of
-    all depths."""
-    shown = image.info.get("transparency")
-    if image.mode[0] == "I" and isinstance(shown, int):  # of 16-bit gray, one value
-        hidden = Image.fromarray(np.asarray(image) == shown)
+    """Return an image in RGB, what is transparent on white, with values of any depth scaled.
+
+    transformers ignores transparency, and Pillow cuts values off at 255.
+    """
+    transparent = image.info.get("transparency")
+    if image.mode[0] == "I" and isinstance(transparent, int):  # of 16-bit gray, one value
+        hidden = Image.fromarray(np.asarray(image) == transparent)
         image = image.copy()
         del image.info["transparency"]
         image = _in_rgb(image)
@@ -114,21 +114,36 @@ def _in_rgb(image: Image.Image) -> Image.Image:
         return image
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    if image.mode[0] in "IF":  # which Pillow cuts off at 255
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode[0] in "IF":  # integers of more than 8 bits, and floats
         values = np.asarray(image, np.float64)
-        finite = values[np.isfinite(values)]
-        low = finite.min(initial=0)
-        high = finite.max(initial=0)
-        if low == 0 and (image.mode[1:] or (image.mode == "I" and 255 < high < 65536)):
-            high = 65535
-        elif (
-            low == 0 and high <= 255
-        ):  # of floats, those up to 1 or little more are of another range
-            high = 255 if image.mode == "I" or high >= 16 else max(high, 1)
-        values = np.nan_to_num((values - low) * (255 / max(high - low, 1e-9)), posinf=255, neginf=0)
-        image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
+        low, high = _range_of(values, image.mode)
+        scaled = (values - low) * (255 / max(high - low, 1e-9))
+        scaled = np.nan_to_num(scaled, posinf=255, neginf=0)
+        image = Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
+
+
+def _range_of(values: np.ndarray, mode: str) -> tuple[float, float]:
+    """Guess the values of black and of white in an image of integers or floats.
+
+    Args:
+        mode: Pillow's.
+    """
+    finite = values[np.isfinite(values)]
+    low = finite.min(initial=0)
+    high = finite.max(initial=0)
+    if low < 0:
+        return low, high
+    is_16_bit = len(mode) > 1 or (mode == "I" and 255 < high < 65536)
+    if is_16_bit:
+        return low, 65535
+    if high > 255:
+        return low, high
+    if mode == "I" or high >= 16:
+        return low, 255
+    return low, max(high, 1)  # of floats from 0 to 1, or little more
 
 
 @contextmanager

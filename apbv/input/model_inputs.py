@@ -43,8 +43,8 @@ class ModelInputs:
             comes before it belongs to the anchor.
         query_start: where the query block begins: after the last visual or audio token, or at a
             text's question. From there on positions increase by one per token.
-        visual: images and videos; None for a prompt that shows nothing.
-        audio: audio; None for a prompt without.
+        visual: images and videos; None: the prompt has none.
+        audio: audio; None: the prompt has none.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
 
@@ -108,7 +108,7 @@ class ModelInputs:
         have one rule.
 
         Raises:
-            PromptError: the prompt has audio, whose positions are those of transformers only.
+            PromptError: the prompt has audio, which has transformers' positions only.
             ValueError: vLLM has other rotary frequencies.
         """
         refuse(offering='positions="vllm"', rope_by_length=parts.rope_by_length)
@@ -146,28 +146,38 @@ class ModelInputs:
                 after its last visual or audio token.
             query_len: if ``query_start`` is not given, the number of tokens at a text's end that
                 are its query.
-            frame_parallel: whether the hosts share out what is encoded, as in
-                :class:`apbv.PrefillConfig`.
+            frame_parallel: of :class:`apbv.PrefillConfig`: whether the hosts share out the
+                encoding.
 
         Raises:
             PromptError: an empty, batched or padded prompt, or pixels of other images and videos
                 than it shows.
         """
+        # Check.
         input_ids = _check_batch(batch)
-        shows = parts.is_visual(input_ids[0]).any()
-        sounds = parts.is_audio(input_ids[0]).any()
-        if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
+        has_visual = bool(parts.is_visual(input_ids[0]).any())
+        has_audio = bool(parts.is_audio(input_ids[0]).any())
+        if not has_visual and ("pixel_values" in batch or "pixel_values_videos" in batch):
             raise PromptError(
                 "pixels were given, but the prompt has no placeholder tokens for them"
             )
-        if not sounds and batch.get("input_features") is not None:
+        if not has_audio and batch.get("input_features") is not None:
             raise PromptError("audio was given, but the prompt has no placeholder tokens for it")
-        if not (shows or sounds):
-            start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
-            return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
+
+        # A text.
+        if not (has_visual or has_audio):
+            if query_start is None:
+                query_start = max(0, input_ids.shape[1] - query_len)
+            return cls(input_ids, _positions(parts, input_ids, batch), 0, query_start)
+
+        # A prompt with images, video or audio.
         hosts = encoding_hosts(hosts, frame_parallel)
-        visual = visual_from_batch(parts, batch, input_ids[0], hosts) if shows else None
-        audio = audio_from_batch(parts, batch, input_ids[0], hosts) if sounds else None
+        visual = None
+        if has_visual:
+            visual = visual_from_batch(parts, batch, input_ids[0], hosts)
+        audio = None
+        if has_audio:
+            audio = audio_from_batch(parts, batch, input_ids[0], hosts)
         return cls.of_sources(parts, batch, input_ids, visual, audio)
 
     @classmethod
@@ -185,7 +195,7 @@ class ModelInputs:
             PromptError: there are more or fewer placeholders than tokens, or positions need
                 something that the batch lacks.
         """
-        where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
+        placeholders = parts.is_placeholder(input_ids[0]).nonzero().flatten()
         num_visual = int(parts.is_visual(input_ids[0]).sum())
         if visual is not None and visual.num_rows != num_visual:
             raise PromptError(
@@ -193,21 +203,27 @@ class ModelInputs:
                 f"{visual.num_rows}"
             )
         position_ids = _positions(parts, input_ids, batch)
-        behind = int(where[-1]) + 1
-        # After a video that is heard, what ends its audio lies at the same position as what ends
-        # the video; it does not belong to the question.
-        same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
-        query_start = behind + int(same.numel() > 0 and bool(same.all()))
-        return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
+        query_start = int(placeholders[-1]) + 1
+        # After a video with sound, the token that ends the audio and the one that ends the video
+        # have the same position; the first does not belong to the question.
+        if query_start + 1 < input_ids.shape[1]:
+            ends_audio = position_ids[..., query_start] == position_ids[..., query_start + 1]
+            if bool(ends_audio.all()):
+                query_start += 1
+        return cls(input_ids, position_ids, int(placeholders[0]), query_start, visual, audio)
 
     def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "ModelInputs":
         """Return the same prompt with this host's share of the pixels.
 
         Args:
-            chunk_bytes: see :class:`~apbv.input.visual.VisualInput`.
+            chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
         """
-        has_share = bool(self.visual.patches[self.visual.host])
-        visual = replace(self.visual, pixels=pixels if has_share else None, chunk_bytes=chunk_bytes)
+        share = self.visual.patches[self.visual.host]
+        visual = replace(
+            self.visual,
+            pixels=pixels if share else None,
+            chunk_bytes=chunk_bytes,
+        )
         return replace(self, visual=visual)
 
 
@@ -255,24 +271,23 @@ def visual_from_batch(
     Raises:
         PromptError: no pixels, or not those of the prompt's placeholders.
     """
-    # InternVL has one placeholder, which here is a video's; GLM has one, whose type tells which it
-    # is.
-    is_image = (input_ids == parts.image_token_id) & (parts.family != "internvl")
-    if parts.uses_mrope and batch.get("mm_token_type_ids") is not None:
-        is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
-    kinds = [
-        "image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()
-    ]
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
         raise PromptError(
             "the prompt has placeholder tokens for images or video, but no pixels were given"
         )
-    left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
-    found = []
+    kinds = _kinds_of_placeholders(parts, batch, input_ids)
+
+    # Give every run of placeholders the next image or video.
+    remaining = {
+        "image": _items(parts, batch, "image", kinds.count("image")),
+        "video": _items(parts, batch, "video", kinds.count("video")),
+    }
+    items = []
+    pixels = []
     start = 0
     while start < len(kinds):
         kind = kinds[start]
-        item, values = next(left[kind], (None, {}))
+        item, values = next(remaining[kind], (None, {}))
         if item is None or kinds[start : start + item.num_rows] != [kind] * item.num_rows:
             raise PromptError(
                 f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were "
@@ -280,86 +295,157 @@ def visual_from_batch(
                 f"{start}"
             )
         start += item.num_rows
-        found.append((item, values))
-    if any(next(items, None) for items in left.values()):
-        raise PromptError(
-            "pixels were given for more images or videos than the prompt has placeholders"
-        )
-    visual = share_out([item for item, _ in found], hosts)
-    given = [
-        (item.kind, own, values)
-        for (item, values), own in zip(found, visual.item_patches, strict=True)
-    ]
-    return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
+        items.append(item)
+        pixels.append(values)
+    for items_of_kind in remaining.values():
+        if next(items_of_kind, None) is not None:
+            raise PromptError(
+                "pixels were given for more images or videos than the prompt has placeholders"
+            )
+
+    # Share them out.
+    visual = share_out(items, hosts)
+    if not visual.patches[visual.host]:
+        return visual
+    pixels_of_items = []
+    for item, patches, values in zip(items, visual.item_patches, pixels, strict=True):
+        pixels_of_items.append((item.kind, patches, values))
+    return replace(visual, pixels=GivenPixels(pixels_of_items))
+
+
+def _kinds_of_placeholders(
+    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor
+) -> list[str]:
+    """Return for each visual placeholder of a prompt what it stands for, an image or a video."""
+    if parts.uses_mrope and batch.get("mm_token_type_ids") is not None:
+        # GLM has one placeholder, whose type tells which it is.
+        is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
+    elif parts.family == "internvl":
+        # It has one placeholder, which here is a video's.
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+    else:
+        is_image = input_ids == parts.image_token_id
+    are_images = is_image[parts.is_visual(input_ids)].tolist()
+    return ["image" if image else "video" for image in are_images]
+
+
+# An item of a batch, and its part of the batch.
+_ItemPixels = tuple[VisualItem, dict[str, Any]]
 
 
 def _items(
     parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
-) -> Iterator[tuple]:
-    """Take the images or the videos of a batch apart: what each is, and its pixels.
+) -> Iterator[_ItemPixels]:
+    """Take the images or the videos of a batch apart.
 
     Args:
-        num_rows: of all videos together, which have equally many where they have no grids.
+        kind: ``"image"`` or ``"video"``.
+        num_rows: of all videos together, which have the same number each where they have no grids.
     """
-    # It has one name for both, and encodes frames and tiles alike.
+    # InternVL has one name for both, and encodes frames and tiles alike.
     is_internvl = parts.family == "internvl"
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
     pixels = batch.get(name)
-    grids = batch.get(f"{kind}_grid_thw")
     if pixels is None or (kind == "image" and is_internvl):
         return
-    if grids is not None:  # Qwen's patches lie side by side; a grid is (time, height, width)
-        first = 0
-        left = batch.get("video_compression_mask")
-        merges = batch.get(f"{kind}_merge_sizes")
-        for number, grid in enumerate(torch.as_tensor(grids).cpu()):
-            num_patches = int(grid[0])
-            count = int(grid.prod())
-            own = pixels[first : first + count]
-            kept = None
-            values = {name: own, f"{kind}_grid_thw": grid[None]}
-            num_rows = count // (parts.patches_per_row or 1)
-            if merges is not None:
-                values[f"{kind}_merge_sizes"] = torch.as_tensor(merges).cpu()[number : number + 1]
-                side = int(merges[number])
-                num_rows = count // side**2
-                if kind == "video":
-                    left = (
-                        torch.ones(len(pixels), dtype=torch.bool)
-                        if left is None
-                        else torch.as_tensor(left).cpu()
-                    )
-                    kept = left[:num_rows].view(num_patches, *(grid[1:] // side))
-                    left = left[num_rows:]
-                    num_rows = int(kept.sum())
-            num_bytes = PIXEL_COPIES * own.nbytes // num_patches
-            yield VisualItem(kind, num_rows, num_patches, patch_bytes=num_bytes, kept=kept), values
-            first += count
+    if batch.get(f"{kind}_grid_thw") is not None:
+        yield from _items_with_grids(parts, batch, kind, name)
     elif kind == "video":
-        videos = pixels if pixels.dim() == 5 else pixels[None]
-        for video in videos:
-            num_ending = parts.num_rows_ending_video
-            num_bytes = PIXEL_COPIES * video[0].nbytes
-            values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
-            yield (
-                VisualItem("video", num_rows // len(videos), len(video), num_ending, num_bytes),
-                values,
-            )
+        yield from _videos(parts, pixels, num_rows)
     else:
-        sizes = batch.get("image_sizes")
-        counts = batch.get("batch_num_images")
-        of_sample = [1] * len(pixels)
-        if counts is not None:
-            of_sample = [count for count in torch.as_tensor(counts).tolist() for _ in range(count)]
-        for number, own in enumerate(pixels):
-            values = {"pixel_values": own[None]}
-            size = None
-            if sizes is not None:
-                size = torch.as_tensor(sizes).cpu()[number]
-                values["image_sizes"] = size[None]
-            if counts is not None:  # transformers asks of it only whether it is 1
-                values["batch_num_images"] = torch.tensor([of_sample[number]])
-            num_rows = parts.num_image_rows(size, of_sample[number] == 1)
-            shape = None if size is None else tuple(size.tolist())
-            num_bytes = PIXEL_COPIES * own.nbytes
-            yield VisualItem("image", num_rows, patch_bytes=num_bytes, size=shape), values
+        yield from _images(parts, batch)
+
+
+def _items_with_grids(
+    parts: ModelParts, batch: Mapping[str, Any], kind: str, name: str
+) -> Iterator[_ItemPixels]:
+    """Take images or videos apart whose patches of pixels lie side by side, as in Qwen's models.
+
+    Args:
+        kind: ``"image"`` or ``"video"``.
+        name: of the batch's pixels.
+    """
+    pixels = batch[name]
+    grids = torch.as_tensor(batch[f"{kind}_grid_thw"]).cpu()
+    merge_sizes = batch.get(f"{kind}_merge_sizes")
+    # Which tokens of VideoLLaMA 3's videos the prompt has, from the next video on.
+    mask = batch.get("video_compression_mask")
+    if mask is None:
+        mask = torch.ones(len(pixels), dtype=torch.bool)
+    mask = torch.as_tensor(mask).cpu()
+    start = 0
+    for number, grid in enumerate(grids):  # time, height, width
+        num_temporal = int(grid[0])
+        num_patches = int(grid.prod())
+        pixels_of_item = pixels[start : start + num_patches]
+        values = {name: pixels_of_item, f"{kind}_grid_thw": grid[None]}
+        num_rows = num_patches // (parts.patches_per_row or 1)
+        kept = None
+        if merge_sizes is not None:
+            merge_size = torch.as_tensor(merge_sizes).cpu()[number : number + 1]
+            values[f"{kind}_merge_sizes"] = merge_size
+            side = int(merge_size)
+            num_rows = num_patches // side**2
+            if kind == "video":
+                kept = mask[:num_rows].view(num_temporal, *(grid[1:] // side))
+                mask = mask[num_rows:]
+                num_rows = int(kept.sum())
+        item = VisualItem(
+            kind=kind,
+            num_rows=num_rows,
+            num_patches=num_temporal,
+            patch_bytes=PIXEL_COPIES * pixels_of_item.nbytes // num_temporal,
+            kept=kept,
+        )
+        yield item, values
+        start += num_patches
+
+
+def _videos(parts: ModelParts, pixels: Tensor, num_rows: int) -> Iterator[_ItemPixels]:
+    """Take videos of one size apart.
+
+    Args:
+        pixels: ``[videos, frames, ...]``, or of one video ``[frames, ...]``.
+        num_rows: of all videos together.
+    """
+    is_batch = pixels.dim() == 5
+    videos = pixels if is_batch else pixels[None]
+    for video in videos:
+        item = VisualItem(
+            kind="video",
+            num_rows=num_rows // len(videos),
+            num_patches=len(video),
+            num_ending_rows=parts.num_rows_ending_video,
+            patch_bytes=PIXEL_COPIES * video[0].nbytes,
+        )
+        yield item, {"pixel_values_videos": video[None] if is_batch else video}
+
+
+def _images(parts: ModelParts, batch: Mapping[str, Any]) -> Iterator[_ItemPixels]:
+    """Take the images of a LLaVA model's batch apart."""
+    pixels = batch["pixel_values"]
+    sizes = batch.get("image_sizes")
+    images_per_sample = batch.get("batch_num_images")
+
+    # The number of images in each image's sample.
+    nums_in_sample = [1] * len(pixels)
+    if images_per_sample is not None:
+        nums_in_sample = []
+        for num_images in torch.as_tensor(images_per_sample).tolist():
+            nums_in_sample += [num_images] * num_images
+
+    for number, image in enumerate(pixels):
+        values = {"pixel_values": image[None]}
+        size = None
+        if sizes is not None:
+            size = torch.as_tensor(sizes).cpu()[number]
+            values["image_sizes"] = size[None]
+        if images_per_sample is not None:  # transformers asks of it only whether it is 1
+            values["batch_num_images"] = torch.tensor([nums_in_sample[number]])
+        item = VisualItem(
+            kind="image",
+            num_rows=parts.num_image_rows(size, is_tiled=nums_in_sample[number] == 1),
+            patch_bytes=PIXEL_COPIES * image.nbytes,
+            size=None if size is None else tuple(size.tolist()),
+        )
+        yield item, values

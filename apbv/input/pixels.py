@@ -7,7 +7,7 @@ more than a few chunks are in memory.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
@@ -29,7 +29,16 @@ from .skeleton import SampledVideo, process
 from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
 
+# Images whose memory is given back at once.
 _LARGE_BYTES = 2**26
+# A processor's outputs that the model's get_image_features takes.
+_IMAGE_VALUES = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_merge_sizes",
+    "image_sizes",
+    "batch_num_images",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class SourcePixels:
     runs_ahead: bool = True
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        """See :class:`Pixels`."""
+        """Read, decode and preprocess chunks; implements :class:`~apbv.input.visual.Pixels`."""
         pixels = self._read(chunks)
         if self.runs_ahead:
             pixels = ahead(pixels)
@@ -64,7 +73,8 @@ class SourcePixels:
             chunks_of_run = [chunk for chunk in chunks if chunk.start in run]
             if chunks_of_run:
                 shares.append((chunks_of_run, run.start, reader))
-                num_frames += sum(map(len, chunks_of_run)) * reader.num_merged
+                num_patches = sum(len(chunk) for chunk in chunks_of_run)
+                num_frames += num_patches * reader.num_merged
         # Read.
         for chunks_of_run, first, reader in shares:
             with closing(reader.read(chunks_of_run, first)) as frames_of_chunks:
@@ -87,9 +97,11 @@ def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
     with ThreadPoolExecutor(1) as pool, closing(chunks):
         future = pool.submit(next, chunks, None)
         try:
-            while (chunk := future.result()) is not None:
+            chunk = future.result()
+            while chunk is not None:
                 future = pool.submit(next, chunks, None)
                 yield chunk
+                chunk = future.result()
         finally:
             wait([future])
 
@@ -105,7 +117,7 @@ class GivenPixels:
     items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        """See :class:`Pixels`."""
+        """Cut chunks; implements :class:`~apbv.input.visual.Pixels`."""
         for chunk in chunks:
             kinds = []
             batches = []
@@ -113,8 +125,9 @@ class GivenPixels:
                 patches_in_chunk = intersect(chunk, patches)
                 if patches_in_chunk:
                     start = patches_in_chunk.start - patches.start
+                    stop = patches_in_chunk.stop - patches.start
                     kinds.append(kind)
-                    batches.append(_cut(kind, values, range(start, start + len(patches_in_chunk))))
+                    batches.append(_cut(kind, values, range(start, stop)))
             joined = {}
             for name in batches[0]:
                 joined[name] = torch.cat([torch.as_tensor(batch[name]) for batch in batches])
@@ -128,53 +141,67 @@ class KeptPixels:
     """
 
     def __init__(self, pixels: Pixels):
-        self._pixels, self._lock, self._is_closed = pixels, Lock(), False
-        self._kept: list[PixelChunk | Exception | None] = []  # in the end what ended them
+        self._pixels = pixels
+        self._lock = Lock()
+        self._is_closed = False
+        # The chunks that were read; after the last, None, or the error that ended them.
+        self._results: list[PixelChunk | Exception | None] = []
         self._source: Iterator[PixelChunk] | None = None
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        """See :class:`Pixels`; the chunks are those that the first caller wants."""
+        """Read chunks, or return those in memory; implements :class:`~apbv.input.visual.Pixels`.
+
+        All callers get the chunks that the first one asks for.
+        """
         for number in count():
             with self._lock:
                 if self._is_closed:
                     raise ValueError("these pixels belong to a request that has ended")
-                self._source = self._source or self._pixels.chunks(chunks)
-                if number == len(self._kept):
+                if self._source is None:
+                    self._source = self._pixels.chunks(chunks)
+                if number == len(self._results):
                     try:
-                        self._kept.append(next(self._source, None))
+                        self._results.append(next(self._source, None))
                     except Exception as error:
-                        self._kept.append(error)
-                chunk = self._kept[number]
-            if chunk is None:
+                        self._results.append(error)
+                result = self._results[number]
+            if result is None:
                 return
-            if isinstance(chunk, Exception):
-                raise chunk
-            yield chunk
-            del chunk
+            if isinstance(result, Exception):
+                raise result
+            yield result
+            del result
 
     def close(self) -> None:
         """Stop the reading threads, and drop the pixels."""
         with self._lock:
             self._is_closed = True
-            self._kept = []
+            self._results = []
             if self._source is not None:
                 self._source.close()
 
 
 def _cut(kind: str, values: Mapping[str, Any], patches: range) -> dict[str, Any]:
-    """Return the part of an item's pixels that is of some of its temporal patches."""
+    """Return the pixels of some temporal patches of an item.
+
+    Args:
+        values: the item's part of a processor's batch.
+        patches: numbered from the item's first.
+    """
+    part = dict(values)
     if kind == "image":
-        return dict(values)
-    values, grid = dict(values), values.get("video_grid_thw")
+        return part
     pixels = values["pixel_values_videos"]
+    grid = values.get("video_grid_thw")
     if grid is None:
-        cut = slice(patches.start, patches.stop)
-        return {"pixel_values_videos": pixels[:, cut] if pixels.dim() == 5 else pixels[cut]}
+        frames = slice(patches.start, patches.stop)
+        pixels = pixels[:, frames] if pixels.dim() == 5 else pixels[frames]
+        return {"pixel_values_videos": pixels}
     rows = int(grid[0, 1] * grid[0, 2])  # of pixels, for one temporal patch
-    grid = grid.clone()
-    grid[0, 0] = len(patches)
-    pixels = pixels[patches.start * rows : patches.stop * rows]
-    return values | {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    part["pixel_values_videos"] = pixels[patches.start * rows : patches.stop * rows]
+    part["video_grid_thw"] = grid.clone()
+    part["video_grid_thw"][0, 0] = len(patches)
+    return part
 
 
 @dataclass(frozen=True)
@@ -186,8 +213,8 @@ class VideoReader:
         num_merged: the frames of one temporal patch.
         processor: the model's transformers processor.
         timer: the request's stage times.
-        device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32
-            on the CPU.
+        device, dtype: of the vision tower. On a GPU pixels are made there and in this type,
+            otherwise, and without a device, on the CPU in fp32.
         config: how frames are decoded.
         runs_ahead: whether threads decode frames before they are asked for.
     """
@@ -204,9 +231,10 @@ class VideoReader:
     runs_ahead: bool = True
 
     def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[Tensor]:
-        """Decode frames: uint8 ``[t, H, W, 3]``; see :meth:`SourcePixels.chunks`.
+        """Decode the frames of chunks, one chunk after the other: uint8 ``[t, H, W, 3]``.
 
         Args:
+            chunks: adjacent temporal patches each, all of this video.
             first: the number of the video's first temporal patch.
         """
         start = chunks[0].start - first
@@ -217,34 +245,34 @@ class VideoReader:
         if not self.runs_ahead:
             for start in range(0, len(frames), size):
                 with self.timer.stage("decode_video"):
-                    chunk = read_frames(self.video.info, frames[start : start + size], threads)
-                yield torch.as_tensor(chunk)
+                    decoded = read_frames(self.video.info, frames[start : start + size], threads)
+                yield torch.as_tensor(decoded)
             return
 
-        with closing(
-            iter_frames(
-                self.video.info, frames, size, threads, partial(self.timer.stage, "decode_video")
-            )
-        ) as chunks:
-            yield from map(torch.as_tensor, chunks)
+        at_work = partial(self.timer.stage, "decode_video")
+        frames_of_chunks = iter_frames(self.video.info, frames, size, threads, at_work)
+        with closing(frames_of_chunks):
+            yield from map(torch.as_tensor, frames_of_chunks)
 
     @torch.no_grad()
     def prepare(self, read: Tensor) -> "tuple[dict[str, Tensor], torch.cuda.Event | None]":
-        """Make pixels of frames; see :meth:`SourcePixels.chunks`."""
-        on_gpu = self.device is not None and self.device.type == "cuda"
-        side = side_stream(self.device, "pixels") if on_gpu else None
-        # The stage lies within the stream, whose time counts.
-        with (
-            nullcontext() if side is None else torch.cuda.stream(side),
-            self.timer.stage("preprocess"),
-        ):
-            if side is None:
+        """Make pixels of decoded frames.
+
+        Returns:
+            Keyword arguments of the model's ``get_video_features``; and, where they are made on a
+            GPU, the event that is recorded after their kernels.
+        """
+        if self.device is None or self.device.type != "cuda":
+            with self.timer.stage("preprocess"):
                 return preprocess_frames(self.processor, read, self.video.grid), None
+        side = side_stream(self.device, "pixels")
+        # The stage lies within the stream, whose time counts.
+        with torch.cuda.stream(side), self.timer.stage("preprocess"):
             read = read.pin_memory().to(self.device, non_blocking=True)
             values = preprocess_frames(self.processor, read, self.video.grid)
-            values = {
-                name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()
-            }
+            for name, value in values.items():
+                if value.is_floating_point():
+                    values[name] = value.to(self.dtype)
             return values, side.record_event()
 
 
@@ -274,7 +302,16 @@ class ImageReader:
         return sum(3 * picture.height * picture.width for picture in self.pictures)
 
     def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
-        """Decode images, as :meth:`VideoReader.read` does frames."""
+        """Decode the images of chunks, one chunk after the other.
+
+        Args:
+            chunks: adjacent images each.
+            first: the number of the first image's temporal patch.
+
+        Returns:
+            For each chunk its images, each with the size that it gets
+            (:attr:`~apbv.input.images.Picture.resized`).
+        """
         for chunk in chunks:
             with self.timer.stage("decode_video"):
                 pictures = self.pictures[chunk.start - first : chunk.stop - first]
@@ -285,63 +322,74 @@ class ImageReader:
     def prepare(
         self, read: list[tuple[Any, tuple[int, int] | None]]
     ) -> tuple[dict[str, Any], None]:
-        """Make pixels of images, each with the size that it gets; see
-        :meth:`SourcePixels.chunks`."""
+        """Make pixels of decoded images, each with the size that it gets; None: the processor's.
+
+        Returns:
+            Keyword arguments of the model's ``get_image_features``, and None.
+        """
         with self.timer.stage("preprocess"):
-            made = []
-            for are_resized, run in groupby(read, lambda each: each[1] is not None):
+            batches = []
+            for are_resized, run in groupby(read, _is_resized):
                 images = list(run)
-                made.append(
-                    self._resized(images)
-                    if are_resized
-                    else self._by_processor([each for each, _ in images])
-                )
-            if len(made) > 1:  # of a family that has a grid for each image
-                return {name: torch.cat([each[name] for each in made]) for name in made[0]}, None
-            return made[0], None
+                if are_resized:
+                    batches.append(self._resized(images))
+                else:
+                    batches.append(self._by_processor([image for image, _ in images]))
+            if len(batches) == 1:
+                return batches[0], None
+            # Of a family that has a grid for each image.
+            joined = {}
+            for name in batches[0]:
+                joined[name] = torch.cat([batch[name] for batch in batches])
+            return joined, None
 
     def _resized(self, read: list[tuple[Any, tuple[int, int]]]) -> dict[str, Any]:
         """Make pixels of images at given sizes."""
-        tensors = [
-            (image if isinstance(image, Tensor) else pil_to_tensor(image), size)
-            for image, size in read
-        ]
-        images = [resized(self.processor.image_processor, image, size) for image, size in tensors]
+        images = []
+        for image, size in read:
+            if not isinstance(image, Tensor):
+                image = pil_to_tensor(image)
+            images.append(resized(self.processor.image_processor, image, size))
         return self._by_processor(images, do_resize=False)
 
     def _by_processor(self, read: list[Any], **options: Any) -> dict[str, Any]:
         """Make pixels of images as the model's processor does."""
-        shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
-        images = [shown] if self.is_untiled else shown
+        images = read
+        if self.is_untiled and len(read) == 1:
+            images = read * 2  # a sample of several images, which is not cut into tiles
         batch = process(
-            self.processor, self.processor.image_token * len(shown), images=images, **options
+            self.processor,
+            self.processor.image_token * len(images),
+            images=[images] if self.is_untiled else images,
+            **options,
         )
-        names = (
-            "pixel_values",
-            "image_grid_thw",
-            "image_merge_sizes",
-            "image_sizes",
-            "batch_num_images",
-        )
-        values = {name: batch[name] for name in names if batch.get(name) is not None}
-        if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
-            values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
+        values = {}
+        for name in _IMAGE_VALUES:
+            if batch.get(name) is not None:
+                values[name] = batch[name]
+        if len(images) > len(read):
+            # batch_num_images stays: the model asks of it only whether it is 1.
+            values["pixel_values"] = values["pixel_values"][: len(read)]
+            values["image_sizes"] = values["image_sizes"][: len(read)]
         return values
+
+
+def _is_resized(image_and_size: tuple[Any, tuple[int, int] | None]) -> bool:
+    _, size = image_and_size
+    return size is not None
 
 
 def preprocess_frames(
     processor, frames: Tensor, grid: Tensor | None, compares: bool = False
 ) -> dict[str, Tensor]:
-    """Return the processor's pixels of a piece of a video, bit-equal to the same piece of the
-    whole.
+    """Return the processor's pixels of a piece of a video, bit-equal to that piece of the whole.
 
     Args:
         frames: uint8 ``[t, H, W, 3]``; t is a multiple of the temporal patch except at the video's
             end.
         grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such
             a grid: there the frame size depends on the whole video's length, so it is pinned.
-        compares: whether to return, instead of pixels only, which tokens differ from the frame
-            before.
+        compares: whether to return, besides the pixels, which tokens differ from the frame before.
     """
     video_processor = processor.video_processor
     frames = frames.permute(0, 3, 1, 2)
@@ -366,6 +414,7 @@ def preprocess_frames(
     output = video_processor(
         videos=[frames], do_sample_frames=False, return_tensors="pt", **options
     )
-    names = ("pixel_values_videos", "pixel_values", "video_grid_thw", "video_merge_sizes")
-    names += ("video_compression_mask",) * compares
+    names = ["pixel_values_videos", "pixel_values", "video_grid_thw", "video_merge_sizes"]
+    if compares:
+        names.append("video_compression_mask")
     return {name: output[name] for name in names if name in output}

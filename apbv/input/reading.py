@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
 from .visual import PromptError, encoding_hosts, share_out
 
-_MOST_KEPT = 16
+_MOST_KEPT = 16  # videos whose tokens are remembered
 
 
 class PromptReader:
@@ -61,13 +62,18 @@ class PromptReader:
             "sequence-length-is-longer-than-the-specified-maximum"
         ] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
-        self._num_frames, self._config = num_frames, config or PrefillConfig()
-        self._kept: dict[Source, Tensor] = {}  # of the latest videos
+        self._num_frames = num_frames
+        self._config = config or PrefillConfig()
+        self._kept: dict[Source, Tensor] = {}  # the tokens that prompts have of the latest videos
 
     def for_another_thread(self) -> "PromptReader":
         """Return a reader with a processor of its own."""
         return PromptReader(
-            self.parts, deepcopy(self.processor), self._num_frames, self._config, self.videos
+            parts=self.parts,
+            processor=deepcopy(self.processor),
+            num_frames=self._num_frames,
+            config=self._config,
+            videos=self.videos,
         )
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -76,10 +82,12 @@ class PromptReader:
             return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def render(self, question: Question) -> RenderedPrompt:
-        """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors.
+        """Apply the chat template.
 
         Raises:
-            PromptError: also where token ids cannot be read by this model.
+            PromptError: the question cannot be rendered
+                (:func:`~apbv.input.rendering.render_prompt`), or the model cannot read its token
+                ids.
         """
         if question.token_ids is not None:
             return self._take_token_ids(question)
@@ -88,12 +96,11 @@ class PromptReader:
     def sample(
         self, infos: Sequence[VideoInfo], question: Question, sampling: Sequence[VideoSampling] = ()
     ) -> tuple[SampledVideo, ...]:
-        """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read
-        their audio.
+        """Sample frames of each of a prompt's videos, ascending, and read their audio.
 
         Args:
-            sampling: how the frames of each video are sampled and how large they are, where it says
-                so; empty: all as the question says.
+            sampling: how the frames of each video are sampled and how large they are, where its
+                part of a message says so; empty: all as the question says.
 
         Raises:
             VideoError: one cannot be sampled like this.
@@ -101,107 +108,134 @@ class PromptReader:
                 take.
             PromptError: the model takes no audio, and is asked to.
         """
-        is_wanted = question.audio_in_video
-        hears = self.parts.hears
-        videos = []
-        heard = []
-        if is_wanted and infos and not hears:
+        asks_for_audio = question.audio_in_video
+        if asks_for_audio and infos and not self.parts.hears:
             raise PromptError(
                 f"{self.parts.family} models take no audio: audio_in_video does not apply"
             )
-        for info, own in zip(infos, sampling or [VideoSampling()] * len(infos), strict=True):
-            # As if the file had only the frames between its start and its end, where these are
-            # given.
-            shown = (
-                None if own.start is own.end is None else frames_within(info, own.start, own.end)
-            )
-            frames = self._sample_frames(info, question, own, shown)
+        uses_audio = self.parts.hears and asks_for_audio is not False
+        sampling = sampling or [VideoSampling()] * len(infos)
+        videos = []
+        sounds: list[Sound] = []
+        for info, options in zip(infos, sampling, strict=True):
+            # Between its start and its end, where these are given, the video is as if the file had
+            # only the frames there.
+            part = None
+            if options.start is not None or options.end is not None:
+                part = frames_within(info, options.start, options.end)
+            frames = self._sample_frames(info, question, options, part)
             sound = None
-            if hears and is_wanted is not False:
+            if uses_audio:
                 try:
-                    clip = {"seconds": info.duration}
-                    if shown is not None:
-                        clip = {
-                            "seconds": length_of(info, shown),
-                            "start": float(info.timestamps[shown.start]),
-                        }
-                    sound = self._hear(info.path, heard, clock=info.clock, **clip)
-                    heard.append(sound)
+                    sound = self._hear_video(info, part, sounds)
+                    sounds.append(sound)
                 except AudioError as error:
-                    if is_wanted or not error.is_missing:
+                    if asks_for_audio or not error.is_missing:
                         raise
-            videos.append(SampledVideo(info, tuple(frames), sound, limits=own.limits, shown=shown))
+            videos.append(
+                SampledVideo(info, tuple(frames), sound, limits=options.limits, shown=part)
+            )
         return tuple(videos)
 
     def _sample_frames(
-        self, info: VideoInfo, question: Question, own: VideoSampling, shown: range | None
+        self, info: VideoInfo, question: Question, options: VideoSampling, part: range | None
     ) -> list[int]:
-        """Sample one video as its part of a message says, else as the question says, else by
-        default.
+        """Sample a video as its options say, else as the question says, else by default.
 
         Args:
-            shown: the frames among which to sample; None: all.
+            options: of the video's part of a message.
+            part: the frames among which to sample; None: all.
         """
         default = self._num_frames if question.num_frames is None else question.num_frames
-        least = own.min_frames or 1
-        most = own.max_frames
-        shown = range(info.num_frames) if shown is None else shown
-        fps = question.fps if own.fps is None else own.fps
-        if own.num_frames is None and fps is not None:
-            most = max(default, least) if most is None else most
-            return sample_fps(info, fps, most, least, shown)
-        wanted = own.num_frames or default
-        wanted = max(wanted, least) if most is None else min(max(wanted, least), most)
-        return [shown[index] for index in sample_uniform(len(shown), wanted)]
+        min_frames = options.min_frames or 1
+        max_frames = options.max_frames
+        part = range(info.num_frames) if part is None else part
 
-    def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
+        # At a rate.
+        fps = question.fps if options.fps is None else options.fps
+        if options.num_frames is None and fps is not None:
+            if max_frames is None:
+                max_frames = max(default, min_frames)
+            return sample_fps(info, fps, max_frames, min_frames, part)
+
+        # Evenly.
+        num_frames = max(options.num_frames or default, min_frames)
+        if max_frames is not None:
+            num_frames = min(num_frames, max_frames)
+        return [part[index] for index in sample_uniform(len(part), num_frames)]
+
+    def _hear_video(self, info: VideoInfo, part: range | None, earlier: Sequence[Sound]) -> Sound:
+        """Decode the audio of a video.
+
+        Args:
+            part: the frames with which it is heard; None: all.
+            earlier: the prompt's audio before it.
+        """
+        start = 0.0
+        seconds = info.duration
+        if part is not None:
+            start = float(info.timestamps[part.start])
+            seconds = length_of(info, part)
+        return self._hear(info.path, earlier, seconds=seconds, clock=info.clock, start=start)
+
+    def _hear(
+        self,
+        path: str,
+        earlier: Sequence[Sound],
+        *,
+        seconds: float | None = None,
+        clock: np.ndarray | None = None,
+        start: float = 0.0,
+    ) -> Sound:
         """Decode audio at the model's rate, if the model has room for it after the earlier audio.
 
         A prompt that is too long is thus rejected before all of its audio is in memory.
 
         Args:
-            clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
+            earlier: the prompt's audio before it.
+            seconds: how long it is heard; None: to its end.
+            clock: the clock of the video that it belongs to
+                (:attr:`~apbv.input.video.VideoInfo.clock`), if any.
+            start: the second from which it is heard.
         """
         extractor = self.processor.feature_extractor
         rate = extractor.sampling_rate
-        per_token = extractor.hop_length * FRAMES_PER_TOKEN
-        left = self.parts.max_position_embeddings * per_token - sum(
-            len(sound.samples) for sound in heard
-        )
-        samples = read_audio(path, rate, max(0, left) / rate, **clip)
-        if len(samples) < per_token:
+        samples_per_token = extractor.hop_length * FRAMES_PER_TOKEN
+        max_samples = self.parts.max_position_embeddings * samples_per_token
+        num_earlier = sum(len(sound.samples) for sound in earlier)
+        max_seconds = max(0, max_samples - num_earlier) / rate
+        samples = read_audio(path, rate, max_seconds, seconds=seconds, clock=clock, start=start)
+        if len(samples) < samples_per_token:
             raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short")
-        first = round(clip.get("start", 0) * rate)
+        first = round(start * rate)
         return Sound(samples, Source(FileIdentity.of(path), (first, len(samples))))
 
     def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
         """Compute a prompt's tokens and their items, without pixels.
 
         Args:
-            videos: the prompt's, as :meth:`sample` returned them.
+            videos: the prompt's videos, from :meth:`sample`.
 
         Raises:
-            PromptError: as :func:`~apbv.input.skeleton.lay_out`.
+            PromptError: the prompt cannot be laid out (:func:`~apbv.input.skeleton.lay_out`).
             AudioError: an audio clip cannot be heard.
         """
         if rendered.token_ids is not None:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
         if not (rendered.pictures or rendered.sounds or videos):
-            add = not rendered.has_template
-            text = rendered.text
-            options = {
-                "add_special_tokens": add,
-                "return_offsets_mapping": True,
-                "return_tensors": "pt",
-            }
             with self._tokenizing:
-                batch = self.tokenizer(text, **options)
+                batch = self.tokenizer(
+                    rendered.text,
+                    add_special_tokens=not rendered.has_template,
+                    return_offsets_mapping=True,
+                    return_tensors="pt",
+                )
             return Skeleton(rendered, (), batch)
         videos = self.without_repeats(videos)
-        heard = [video.sound for video in videos if video.sound is not None]
+        sounds_of_videos = [video.sound for video in videos if video.sound is not None]
         sounds = []
         for path in rendered.sounds:
-            sounds.append(self._hear(path, [*heard, *sounds]))
+            sounds.append(self._hear(path, [*sounds_of_videos, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
     def without_repeats(
@@ -210,14 +244,13 @@ class PromptReader:
         hosts: HostGroup | None = None,
         timer: StageTimer | None = None,
     ) -> tuple[SampledVideo, ...]:
-        """Find which tokens of videos a prompt has, where the processor leaves some out;
-        collective.
+        """Find which tokens of videos a prompt has, if the processor leaves some out; collective.
 
         Every host compares its share of the frames, or without frame parallelism all of them. What
-        host 0 knows, of an earlier prompt, it sends.
+        host 0 knows from an earlier prompt, it sends.
 
         Args:
-            videos: as :meth:`sample` returned them, the same on every host.
+            videos: from :meth:`sample`, the same on every host.
             hosts: None: this process alone.
 
         Raises:
@@ -228,40 +261,60 @@ class PromptReader:
             return tuple(videos)
         hosts = hosts or HostGroup.single(self.parts.device)
         timer = timer or StageTimer(hosts)
-        found = []
+        compared = []
         for video in videos:
             with hosts.local_stage("comparing frames"):
                 source = Source(FileIdentity.of(video.info.path), video.frames)
-                frames = range(len(video.frames))
-                known = self._kept.get(source) if video.kept is None else video.kept
-            if not self._config.frame_parallel:
+                tokens = self._kept.get(source) if video.kept is None else video.kept
+            if self._config.frame_parallel:
+                tokens = self._compare_together(video, tokens, hosts, timer)
+            else:
                 with hosts.local_stage("comparing frames"):
-                    if known is None:
-                        known = kept_tokens(
-                            self.processor, video, frames, hosts, timer, self._config.video
-                        )
-                found.append(replace(video, kept=self._remember(source, known)))
-                continue
-            shares = split_evenly(frames, hosts.size)
-            if hosts.broadcast_ints([known is not None], 1)[0]:
-                shares = [frames, *[range(0)] * (hosts.size - 1)]
-            mine = shares[hosts.rank]
-            with hosts.local_stage("comparing frames"):
-                if len(mine) < len(frames) or known is None:
-                    known = kept_tokens(
-                        self.processor, video, mine, hosts, timer, self._config.video
-                    )
-            rows = known.to(hosts.device, torch.uint8)
-            kept = torch.cat(hosts.gather_rows(rows, [*map(len, shares)]).wait()).bool().cpu()
-            found.append(replace(video, kept=self._remember(source, kept)))
-        return tuple(found)
+                    if tokens is None:
+                        frames = range(len(video.frames))
+                        tokens = self._compare(video, frames, hosts, timer)
+            self._remember(source, tokens)
+            compared.append(replace(video, kept=tokens))
+        return tuple(compared)
 
-    def _remember(self, source: Source, kept: Tensor) -> Tensor:
-        """Cache which tokens a prompt has of a video, and return them."""
-        self._kept[source] = kept
+    def _compare_together(
+        self, video: SampledVideo, tokens: Tensor | None, hosts: HostGroup, timer: StageTimer
+    ) -> Tensor:
+        """Find which tokens of a video a prompt has, each host in its share of the frames.
+
+        Args:
+            tokens: the result, if this host knows it from an earlier prompt.
+
+        Returns:
+            Bool ``[frames, h, w]``.
+        """
+        frames = range(len(video.frames))
+        shares = split_evenly(frames, hosts.size)
+        host_0_knows = hosts.broadcast_ints([tokens is not None], 1)[0]
+        if host_0_knows:
+            # It sends all, and the others nothing.
+            shares = [frames]
+            shares += [range(0)] * (hosts.size - 1)
+        share = shares[hosts.rank]
+        with hosts.local_stage("comparing frames"):
+            if tokens is None or len(share) < len(frames):
+                tokens = self._compare(video, share, hosts, timer)
+        rows = tokens.to(hosts.device, torch.uint8)
+        gathered = hosts.gather_rows(rows, [len(share) for share in shares]).wait()
+        return torch.cat(gathered).bool().cpu()
+
+    def _compare(
+        self, video: SampledVideo, frames: range, hosts: HostGroup, timer: StageTimer
+    ) -> Tensor:
+        """Return which tokens of some of a video's frames are left: bool ``[frames, h, w]``."""
+        return kept_tokens(self.processor, video, frames, hosts, timer, self._config.video)
+
+    def _remember(self, source: Source, tokens: Tensor) -> None:
+        """Cache which tokens a prompt has of a video."""
+        self._kept[source] = tokens
         if len(self._kept) > _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
-        return kept
+            oldest = next(iter(self._kept))
+            self._kept.pop(oldest, None)
 
     def read(
         self,
@@ -274,68 +327,80 @@ class PromptReader:
         """Read a rendered question, except its frames and images; on every host.
 
         Args:
-            videos: its videos, as :meth:`sample` returned them.
-            prompt: what :meth:`lay_out` returned, where that was done already.
+            videos: its videos, from :meth:`sample`.
+            prompt: from :meth:`lay_out`, where that was called already.
 
         Returns:
-            The model inputs without pixels, and the source of this host's share of these; None if
-            the prompt has
-                none.
+            The model inputs without pixels, and the source of this host's share of the pixels; None
+            if the prompt has none.
 
         Raises:
             ValueError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
             skeleton = prompt or self.lay_out(rendered, videos)
-            config = self._config
             if not (skeleton.items or skeleton.sounds):
-                asked = {
-                    "query_start": self._query_start(rendered, skeleton.batch),
-                    "query_len": config.query_len,
-                }
-                return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
+                inputs = ModelInputs.from_processor(
+                    self.parts,
+                    skeleton.batch,
+                    hosts,
+                    query_start=self._query_start(rendered, skeleton.batch),
+                    query_len=self._config.query_len,
+                )
+                return inputs, None
             input_ids = skeleton.batch["input_ids"]
             visual = None
             audio = None
-            encoding = encoding_hosts(hosts, config.frame_parallel)
+            encoders = encoding_hosts(hosts, self._config.frame_parallel)
             if skeleton.items:
-                visual = share_out(skeleton.items, encoding)
+                visual = share_out(skeleton.items, encoders)
             if skeleton.sounds:
-                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], encoding)
+                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], encoders)
                 audio = replace(audio, sources=skeleton.sounds)
             inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
         if visual is None:
             return inputs, None
         readers = []
-        device = self.parts.device
-        for run, numbers in visual.runs:
-            if not intersect(run, visual.patches[visual.host]):
-                continue
-            source = skeleton.sources[numbers[0]]
-            if isinstance(source, Picture):
-                pictures = tuple(skeleton.sources[number] for number in numbers)
-                is_untiled = (
-                    self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
-                )
-                reader = ImageReader(pictures, self.processor, timer, is_untiled)
-            else:
-                reader = VideoReader(
-                    video=source,
-                    num_merged=-(-len(source.frames) // len(run)),
-                    processor=self.processor,
-                    timer=timer,
-                    device=device,
-                    dtype=self.parts.dtype,
-                    config=self._config.video,
-                    runs_ahead=hosts.has_own_process,
-                )
-            readers.append((run, reader))
+        for run, items in visual.runs:
+            if intersect(run, visual.patches[visual.host]):
+                readers.append((run, self._reader(skeleton, run, items, hosts, timer)))
         return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
+
+    def _reader(
+        self, skeleton: Skeleton, run: range, items: range, hosts: HostGroup, timer: StageTimer
+    ) -> VideoReader | ImageReader:
+        """Make the reader of a video, or of adjacent images.
+
+        Args:
+            run: the temporal patches of these.
+            items: their numbers among the prompt's items.
+        """
+        source = skeleton.sources[items[0]]
+        if isinstance(source, Picture):
+            return ImageReader(
+                pictures=tuple(skeleton.sources[item] for item in items),
+                processor=self.processor,
+                timer=timer,
+                is_untiled=(
+                    self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
+                ),
+            )
+        return VideoReader(
+            video=source,
+            num_merged=-(-len(source.frames) // len(run)),
+            processor=self.processor,
+            timer=timer,
+            device=self.parts.device,
+            dtype=self.parts.dtype,
+            config=self._config.video,
+            runs_ahead=hosts.has_own_process,
+        )
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
         """Check token ids that are given instead of a prompt."""
-        given = (question.prompt, question.video, question.images, question.audio, question.context)
-        if any(given) or question.messages:
+        sources = (question.video, question.images, question.audio)
+        texts = (question.prompt, question.context, question.messages)
+        if any(sources) or any(texts):
             raise PromptError("pass either token ids or a prompt with its sources, not both")
         token_ids = tuple(question.token_ids)
         vocab_size = self.parts.vocab_size
@@ -352,13 +417,21 @@ class PromptReader:
                 "instead"
             )
         return RenderedPrompt(
-            "", [], [], None, has_context=False, has_template=False, token_ids=token_ids
+            text="",
+            videos=[],
+            pictures=[],
+            query_char=None,
+            has_context=False,
+            has_template=False,
+            token_ids=token_ids,
         )
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
-        """Start of a text's question; None if unknown."""
+        """Return the token with which a text's question begins; None if unknown."""
         if rendered.query_char is None:
             return None
-        starts = batch["offset_mapping"][0, :, 0]
-        start = int((starts < rendered.query_char).sum())
-        return start if rendered.has_context else max(start, len(starts) - self._config.query_len)
+        chars = batch["offset_mapping"][0, :, 0]
+        start = int((chars < rendered.query_char).sum())
+        if rendered.has_context:
+            return start
+        return max(start, len(chars) - self._config.query_len)

@@ -9,9 +9,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,15 +40,23 @@ MOST_SOURCES = 4096
 Message = dict[str, Any]
 
 _PROBE = "probe"
-_COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
-_TIME = (
-    "be a number of seconds, not negative",
-    lambda given: type(given) in (int, float) and 0 <= given < math.inf,
-)
-_MAY_BE = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+# Of an option of a file, what it must be, and a function that checks it.
+_COUNT = ("be an integer of at least 1", _is_count)
+_TIME = ("be a number of seconds, not negative", _is_time)
+_CHECKS = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}  # others: _COUNT
 # OpenAI's resolution of an image: the model's processor has its own.
 _DETAIL = "detail"
-# What an assistant's message has thought: vLLM's name for it, and the older one. The first that is
+# Names of the reasoning in an assistant's message: vLLM's, and the older one. The first that is
 # given counts.
 _REASONING = ("reasoning", "reasoning_content")
 
@@ -61,7 +68,7 @@ class Question(Checked):
     Attributes:
         prompt: the question.
         video: a video file, or several, which come in this order; ``"demo"``: the bundled clip.
-            Kept as a list, as images and audio are.
+            The attribute is a list, as those of images and audio are.
         images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
@@ -71,10 +78,10 @@ class Question(Checked):
         token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat
             template is applied, and its last tokens are the question
             (:attr:`apbv.PrefillConfig.query_len`).
-        template: options of the chat template, see :func:`apply_template`.
-        audio: after the images: an audio file, or several; of a video its audio.
-        audio_in_video: whether the videos' own audio is heard among their frames; None: where the
-            model hears and they have any.
+        template: options of the chat template (:func:`apply_template`).
+        audio: after the images: an audio file, or several; of a video file the audio is used.
+        audio_in_video: whether the videos' own audio is heard among their frames; None: if the
+            model takes audio and they have any.
         tools: functions that the model may call, as transformers' chat templates take them.
 
     Raises:
@@ -112,8 +119,7 @@ class Question(Checked):
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """How the frames of one video are sampled, and how large they are, where its part of a message
-    says so.
+    """How the frames of a video are sampled, and how large they are, by its part of a message.
 
     Attributes:
         num_frames: this many, evenly spaced.
@@ -133,16 +139,16 @@ class VideoSampling:
     limits: PixelLimits = field(default_factory=PixelLimits)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "VideoSampling":
-        """Take the options of a content part, as :func:`_options` returned them."""
+    def of(cls, options: Mapping[str, Any]) -> "VideoSampling":
+        """Take the options of a content part, from :func:`_options`."""
         return cls(
-            num_frames=given.get("nframes", given.get("num_frames")),
-            fps=given.get("fps"),
-            min_frames=given.get("min_frames"),
-            max_frames=given.get("max_frames"),
-            start=given.get("video_start"),
-            end=given.get("video_end"),
-            limits=_limits(given),
+            num_frames=options.get("nframes", options.get("num_frames")),
+            fps=options.get("fps"),
+            min_frames=options.get("min_frames"),
+            max_frames=options.get("max_frames"),
+            start=options.get("video_start"),
+            end=options.get("video_end"),
+            limits=_limits(options),
         )
 
 
@@ -152,32 +158,43 @@ def _options(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PromptError: one is out of range, unknown, or does not apply, or two contradict each other.
     """
-    # A text may have other fields, such as those of a cache, but no options of files.
+    # Names.
     known = {"type", part["type"], _DETAIL, *VIDEO_OPTIONS}
     unknown = [name for name in part if name not in known and part[name] is not None]
-    unknown = [name for name in unknown if kind != "text" or name in OTHER_FILE_OPTIONS]
+    if kind == "text":
+        # A text may have other fields, for a cache for example, but no options of files.
+        unknown = [name for name in unknown if name in OTHER_FILE_OPTIONS]
     if unknown:
         raise PromptError(f"unknown in a content part of type {kind}: {', '.join(sorted(unknown))}")
-    given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
-    for name, value in given.items():
-        says, may_be = _MAY_BE.get(name, _COUNT)
-        if not may_be(value):
-            raise PromptError(
-                f"{name} of {'an' if kind == 'image' else 'a'} {kind} must {says}, not "
-                f"{value!r:.50}"
-            )
+
+    # Values.
+    options = {}
+    for name in VIDEO_OPTIONS:
+        value = part.get(name)
+        if value is None:
+            continue
+        requirement, is_valid = _CHECKS.get(name, _COUNT)
+        if not is_valid(value):
+            article = "an" if kind == "image" else "a"
+            raise PromptError(f"{name} of {article} {kind} must {requirement}, not {value!r:.50}")
+        options[name] = value
     try:
-        require_consistent(kind, given)
+        require_consistent(kind, options)
     except OptionError as error:
         raise PromptError(str(error)) from None
-    return given
+    return options
 
 
-def _limits(given: Mapping[str, Any]) -> PixelLimits:
+def _limits(options: Mapping[str, Any]) -> PixelLimits:
     """Take the limits on an image's or a frame's size out of a part's options."""
-    exact = (given["resized_height"], given["resized_width"]) if "resized_height" in given else None
+    exact = None
+    if "resized_height" in options:
+        exact = (options["resized_height"], options["resized_width"])
     return PixelLimits(
-        given.get("min_pixels"), given.get("max_pixels"), given.get("total_pixels"), exact
+        least=options.get("min_pixels"),
+        most=options.get("max_pixels"),
+        total=options.get("total_pixels"),
+        exact=exact,
     )
 
 
@@ -192,8 +209,8 @@ class RenderedPrompt:
         pictures: the images, in prompt order.
         query_char: the character of ``text`` at which the question begins, after a text context, or
             with the last message of a text chat; None otherwise.
-        has_context: whether the caller told context and question apart; the last message of a chat
-            may hold both.
+        has_context: whether the caller gave context and question separately; the last message of a
+            chat may have both.
         has_template: whether a chat template was applied, special tokens included.
         token_ids: the prompt as the caller gave it, where that was as token ids.
         sounds: paths of the audio files, in prompt order.
@@ -224,47 +241,119 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             rejects, tools that it does not show, a chat for a model without a template, a lone
             surrogate.
     """
-    prompt = asked.prompt
-    context = asked.context
-    sampling: list[VideoSampling] = []
-    limits: list[PixelLimits | None] = []
+    # Take the chat, its files, and the parts of the text with which the question begins.
     if asked.messages is None:
-        videos = asked.video
-        images = asked.images
-        sounds = asked.audio
-        limits = [None] * len(images)
-        source = None
-        if videos:
-            source = "video"
-        elif images:
-            source = "images"
-        elif sounds:
-            source = "audio"
-        if context is not None:
-            try:
-                refuse(context="context", source=source)
-            except ValueError as error:
-                raise PromptError(str(error)) from None
-        if prompt is None or not prompt.strip():
-            raise PromptError("the prompt is empty")
-        if context is not None and not context.strip():
-            raise PromptError("the context is empty")
-        content = [{"type": "video"}] * len(videos) + [{"type": "image"}] * len(images)
-        content += [{"type": "audio"}] * len(sounds)
-        text = prompt.strip() if context is None else f"{context.strip()}\n\n{prompt.strip()}"
-        messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
-        question = [f"\n\n{prompt.strip()}"] if context is not None else None
+        chat = _chat_of(asked)
     else:
-        if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
-            raise PromptError(
-                "pass either messages or prompt, video, images, audio and context, not both"
-            )
-        messages, files, sampling, limits = _collect_sources(asked.messages)
-        videos = files["video"]
-        images = files["image"]
-        sounds = files["audio"]
-        is_text_chat = len(messages) > 1 and not (videos or images or sounds)
-        question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
+        chat = _collect_sources(asked)
+    _require_readable(parts, chat)
+
+    # Render.
+    options = asked.template or {}
+    text, has_template = apply_template(processor, chat.messages, parts.sees, options, asked.tools)
+    if asked.messages is not None and not has_template:
+        raise PromptError(
+            "the model has no chat template, which messages need: pass a prompt instead"
+        )
+    _require_characters(text)
+    if asked.tools and tool_instructions(processor) is None:
+        raise PromptError("the model's chat template knows no tools")
+
+    # Find the question.
+    query_char = None
+    if chat.question is not None:
+        query_char = _find_question(text, chat.question)
+    if query_char is None and asked.context is not None:
+        raise PromptError(
+            "the model's chat template alters the question, so its start cannot be found"
+        )
+
+    pictures = []
+    for image, limits in zip(chat.images, chat.limits, strict=True):
+        pictures.append(Picture.of(image, limits))
+    return RenderedPrompt(
+        text=text,
+        videos=[str(path) for path in chat.videos],
+        pictures=pictures,
+        query_char=query_char,
+        has_context=asked.context is not None,
+        has_template=has_template,
+        sounds=tuple(str(path) for path in chat.sounds),
+        sampling=tuple(chat.sampling),
+    )
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """Chat with placeholders for its files, and these.
+
+    Attributes:
+        messages: every content is a list of parts, in which a file is ``{"type": KIND}``.
+        videos, images, sounds: the files, in the order of the chat.
+        sampling: how the frames of each video are sampled; empty: all as the question says.
+        limits: on the size of each image; None: the model's.
+        question: the texts with which the question begins; None: it is not looked for.
+    """
+
+    messages: list[Message]
+    videos: list[Any]
+    images: list[Any]
+    sounds: list[Any]
+    sampling: list[VideoSampling]
+    limits: list[PixelLimits | None]
+    question: list[str] | None
+
+
+def _chat_of(asked: Question) -> _Chat:
+    """Make a chat of a prompt and its sources, or of a prompt and its context."""
+    videos = asked.video
+    images = asked.images
+    sounds = asked.audio
+    source = None
+    if videos:
+        source = "video"
+    elif images:
+        source = "images"
+    elif sounds:
+        source = "audio"
+    if asked.context is not None:
+        try:
+            refuse(context="context", source=source)
+        except ValueError as error:
+            raise PromptError(str(error)) from None
+    if asked.prompt is None or not asked.prompt.strip():
+        raise PromptError("the prompt is empty")
+    if asked.context is not None and not asked.context.strip():
+        raise PromptError("the context is empty")
+    text = asked.prompt.strip()
+    question = None
+    if asked.context is not None:
+        question = [f"\n\n{text}"]
+        text = f"{asked.context.strip()}\n\n{text}"
+    content = [{"type": "video"}] * len(videos)
+    content += [{"type": "image"}] * len(images)
+    content += [{"type": "audio"}] * len(sounds)
+    content.append({"type": "text", "text": text})
+    return _Chat(
+        messages=[{"role": "user", "content": content}],
+        videos=videos,
+        images=images,
+        sounds=sounds,
+        sampling=[],
+        limits=[None] * len(images),
+        question=question,
+    )
+
+
+def _require_readable(parts: ModelParts, chat: _Chat) -> None:
+    """Reject files that the model cannot take, or too many.
+
+    Raises:
+        PromptError: the message says which.
+    """
+    videos = chat.videos
+    images = chat.images
+    sounds = chat.sounds
     if (videos or images) and not parts.sees:
         raise PromptError(
             f"{parts.family} models read text only, but the prompt has a video or an image"
@@ -274,43 +363,21 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     if sounds and not parts.hears:
         raise PromptError(f"{parts.family} models take no audio, but the prompt has audio")
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
-        raise PromptError(
+        message = (
             f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos "
-            f"and {len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
+            f"and {len(images)} images"
         )
-    for what, sources in (("a video", videos), ("audio", sounds)):
+        if sounds:
+            message += f", with {len(sounds)} audio files"
+        raise PromptError(message)
+    for name, sources in (("a video", videos), ("audio", sounds)):
         for source in sources:
             if not isinstance(source, str | Path):
-                raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
-    options = asked.template or {}
-    rendered, has_template = apply_template(processor, messages, parts.sees, options, asked.tools)
-    if asked.messages is not None and not has_template:
-        raise PromptError(
-            "the model has no chat template, which messages need: pass a prompt instead"
-        )
-    _require_characters(rendered)
-    if asked.tools and tool_instructions(processor) is None:
-        raise PromptError("the model's chat template knows no tools")
-    query_char = None if question is None else _find_question(rendered, question)
-    if query_char is None and context is not None:
-        raise PromptError(
-            "the model's chat template alters the question, so its start cannot be found"
-        )
-    return RenderedPrompt(
-        text=rendered,
-        videos=list(map(str, videos)),
-        pictures=list(map(Picture.of, images, limits)),
-        query_char=query_char,
-        has_context=context is not None,
-        has_template=has_template,
-        sounds=tuple(map(str, sounds)),
-        sampling=tuple(sampling),
-    )
+                raise PromptError(f"{name} must be a file, not of type {type(source).__name__}")
 
 
 def _require_characters(text: str) -> None:
-    """Reject a text with half of a surrogate pair: UTF-16's halves are not characters, and have no
-    tokens."""
+    """Reject a text with half of a surrogate pair, which is not a character and has no tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -318,93 +385,126 @@ def _require_characters(text: str) -> None:
         raise PromptError(f"the prompt has half of a surrogate pair, in {around!r}") from error
 
 
-def _collect_sources(
-    messages: Sequence[Message],
-) -> tuple[list[Message], dict[str, list[Any]], list[VideoSampling], list[PixelLimits]]:
-    """Replace a chat's files by placeholders.
+def _collect_sources(asked: Question) -> _Chat:
+    """Replace the files of a question's messages by placeholders."""
+    if (
+        asked.prompt is not None
+        or asked.context is not None
+        or asked.video
+        or asked.images
+        or asked.audio
+    ):
+        raise PromptError(
+            "pass either messages or prompt, video, images, audio and context, not both"
+        )
+    chat = _Chat(
+        messages=[],
+        videos=[],
+        images=[],
+        sounds=[],
+        sampling=[],
+        limits=[],
+        question=None,
+    )
+    for message in asked.messages:
+        _add_message(chat, message)
+    texts = []
+    for message in chat.messages:
+        texts += text_parts(message)
+    if not any(text.strip() for text in texts):
+        raise PromptError("the chat is empty")
+    if len(chat.messages) > 1 and not (chat.videos or chat.images or chat.sounds):
+        last_texts = text_parts(chat.messages[-1])
+        return replace(chat, question=[text.strip() for text in last_texts])
+    return chat
+
+
+def _add_message(chat: _Chat, message: Message) -> None:
+    """Add a message to a chat, with its files."""
+    # Check it.
+    if not isinstance(message, dict) or "role" not in message:
+        raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+    misplaced = sorted(message.keys() & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS})
+    if misplaced:
+        raise PromptError(
+            f"options of files stand beside the file, not in its message: {', '.join(misplaced)}"
+        )
+    calls = message.get("tool_calls")
+    reasoning = _reasoning(message)
+    if "content" not in message and not calls and not reasoning:
+        raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+    content = message.get("content")
+    if content is None and (calls or reasoning):
+        content = []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list | tuple):
+        raise PromptError(
+            f"a message's content must be a string or a list of parts, got {content!r:.200}"
+        )
+
+    # Rewrite it.
+    plain = {}
+    for name, value in message.items():
+        if name != "tool_calls" and name not in _REASONING:
+            plain[name] = value
+    plain["content"] = [_add_part(chat, part) for part in content]
+    plain |= reasoning
+    if calls:
+        plain["tool_calls"] = [_parsed(call) for call in calls]
+    chat.messages.append(plain)
+
+
+def _add_part(chat: _Chat, part: Any) -> dict[str, str]:
+    """Add a content part's file to a chat, if it has one.
 
     Returns:
-        The chat; its videos, images and audio files by their kind, in order; how the frames of each
-        video are sampled; and the limits on each image.
+        The part as templates read it.
     """
-    plain = []
-    files = {"video": [], "image": [], "audio": []}
-    sampling = []
-    limits = []
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message:
-            raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
-        if misplaced := sorted(message.keys() & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
-            raise PromptError(
-                "options of files stand beside the file, not in its message: "
-                f"{', '.join(misplaced)}"
-            )
-        calls = message.get("tool_calls")
-        thought = _thought(message)
-        if "content" not in message and not calls and not thought:
-            raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
-        content = message.get("content")
-        if content is None and (calls or thought):
-            content = []
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if not isinstance(content, list | tuple):
-            raise PromptError(
-                f"a message's content must be a string or a list of parts, got {content!r:.200}"
-            )
-        parts = []
-        for part in content:
-            told = in_openais_form(part) if isinstance(part, Mapping | str) else {}
-            kind = str(told.get("type")).removesuffix("_url")
-            if kind == "text" and isinstance(told.get("text"), str):
-                _options(kind, told)
-                parts.append({"type": "text", "text": told["text"]})
-                continue
-            source = told.get(told.get("type")) if kind in files else None
-            if not isinstance(source, Mapping) or source.get("url") is None:
-                raise PromptError(
-                    "a content part must be a dictionary of type 'text' with a 'text', or of type "
-                    "'image', 'video' or 'audio' with a local file under that key, got "
-                    f"{part!r:.200}"
-                )
-            beside = {name: value for name, value in source.items() if name != "url"}
-            options = _options(kind, {**beside, **told})
-            if kind == "video":
-                sampling.append(VideoSampling.of(options))
-            elif kind == "image":
-                limits.append(_limits(options))
-            files[kind].append(_local(kind, source["url"]))
-            parts.append({"type": kind})
-        kept = {
-            name: value
-            for name, value in message.items()
-            if name not in ("tool_calls", *_REASONING)
-        }
-        kept |= {"content": parts, **thought}
-        if calls:
-            kept["tool_calls"] = [_parsed(call) for call in calls]
-        plain.append(kept)
-    if not any(text.strip() for message in plain for text in text_parts(message)):
-        raise PromptError("the chat is empty")
-    return plain, files, sampling, limits
+    normalized = in_openais_form(part) if isinstance(part, Mapping | str) else {}
+    part_type = normalized.get("type")
+    kind = str(part_type).removesuffix("_url")
+    if kind == "text" and isinstance(normalized.get("text"), str):
+        _options(kind, normalized)
+        return {"type": "text", "text": normalized["text"]}
+    source = None
+    if kind in ("video", "image", "audio"):
+        source = normalized.get(part_type)
+    if not isinstance(source, Mapping) or source.get("url") is None:
+        raise PromptError(
+            "a content part must be a dictionary of type 'text' with a 'text', or of type "
+            f"'image', 'video' or 'audio' with a local file under that key, got {part!r:.200}"
+        )
+    beside_url = {name: value for name, value in source.items() if name != "url"}
+    options = _options(kind, {**beside_url, **normalized})
+    file = _local(kind, source["url"])
+    if kind == "video":
+        chat.videos.append(file)
+        chat.sampling.append(VideoSampling.of(options))
+    elif kind == "image":
+        chat.images.append(file)
+        chat.limits.append(_limits(options))
+    else:
+        chat.sounds.append(file)
+    return {"type": kind}
 
 
-def _thought(message: Message) -> dict[str, str]:
-    """Return the reasoning of an assistant's message by both names that templates read, as vLLM
-    passes it."""
+def _reasoning(message: Message) -> dict[str, str]:
+    """Return an assistant's reasoning by both names that templates read, as vLLM passes it."""
     if message["role"] != "assistant":
         return {}
-    given = [message[name] for name in _REASONING if message.get(name) is not None]
-    if not given:
-        return {}
-    if not isinstance(given[0], str):
-        raise PromptError(f"a message's reasoning must be a text, got {given[0]!r:.200}")
-    return dict.fromkeys(_REASONING, given[0])
+    for name in _REASONING:
+        reasoning = message.get(name)
+        if reasoning is None:
+            continue
+        if not isinstance(reasoning, str):
+            raise PromptError(f"a message's reasoning must be a text, got {reasoning!r:.200}")
+        return dict.fromkeys(_REASONING, reasoning)
+    return {}
 
 
 def _local(kind: str, source: Any) -> Any:
-    """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as
-    it is."""
+    """Return the path in a ``file:`` URL, or the image in a ``data:`` URL; others as they are."""
     if not isinstance(source, str) or not source.startswith(("file:", "data:")):
         return source
     with raised_as(PromptError, f"cannot read {source[:100]!r} as an image", OSError, ValueError):
@@ -417,12 +517,12 @@ def _local(kind: str, source: Any) -> Any:
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which templates read; OpenAI's API has
-    them as JSON."""
+    """Return a tool call with its arguments as an object; OpenAI's API has them as JSON."""
     try:
         function = call["function"]
-        given = function.get("arguments") or {}
-        arguments = json.loads(given) if isinstance(given, str) else given
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
         if not isinstance(function["name"], str) or not isinstance(arguments, dict):
             raise TypeError
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -433,21 +533,25 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
-        message = (
+        raise PromptError(
             "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which JSON "
-            "has not"
-        )
-        raise PromptError(f"{message}, got {call!r:.200}") from None
+            f"has not, got {call!r:.200}"
+        ) from None
     except (RecursionError, TypeError):
         pass  # another object than JSON has; the template decides
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find the start of a question's last occurrence, whose parts may be separated; None if one is
-    altered."""
+    """Find the start of a question's last occurrence; None if the template alters a part of it.
+
+    Args:
+        question: its parts, between which the template may write something.
+    """
     start = len(rendered)
-    for part in reversed([part for part in question if part]):
+    for part in reversed(question):
+        if not part:
+            continue
         start = rendered.rfind(part, 0, start)
         if start < 0:
             return None
@@ -471,8 +575,8 @@ def apply_template(
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
         messages: the chat, every content a list of parts.
-        has_parts: whether the template is known to read lists of parts, as those of models that see
-            do.
+        has_parts: whether the template is known to read lists of parts, as the templates of models
+            that see do.
         options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default
             False) as transformers has them, and values of the template's own variables.
         tools: of :class:`Question`.
@@ -486,29 +590,34 @@ def apply_template(
     """
     template = _template(processor)
     if template is None:
-        return "\n\n".join("".join(text_parts(message)) for message in messages), False
+        texts = ["".join(text_parts(message)) for message in messages]
+        return "\n\n".join(texts), False
+
+    # Write the chat as the template reads it.
     chat = list(messages)
-    if "developer" in map(itemgetter("role"), chat) and not re.search(
-        """["']developer["']""", template
-    ):
+    has_developers = any(message["role"] == "developer" for message in chat)
+    if has_developers and not re.search("""["']developer["']""", template):
         chat = _without_developers(chat)
     reads_parts = has_parts or _reads_parts(processor)
     for place, message in enumerate(chat):
-        if reads_parts and message["role"] != "tool":
-            continue
         texts = text_parts(message)
         # vLLM gives every template the text of a tool as a string.
-        if not reads_parts or len(texts) == len(message["content"]):
+        is_text_of_tool = message["role"] == "tool" and len(texts) == len(message["content"])
+        if not reads_parts or is_text_of_tool:
             chat[place] = {**message, "content": "\n".join(filter(None, texts))}
+
+    # Check its variables, and leave out those that it does not have.
     options = {"add_generation_prompt": True, **options}
     if options["add_generation_prompt"] and options.get("continue_final_message"):
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
-    if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
+    reserved = variables & inspect.signature(processor.apply_chat_template).parameters.keys()
+    if reserved:
         raise PromptError(
             f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable"
         )
-    if misplaced := sorted(variables & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
+    misplaced = sorted(variables & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS})
+    if misplaced:
         raise PromptError(
             f"a chat template samples no files: {', '.join(misplaced)} cannot be followed"
         )
@@ -516,17 +625,18 @@ def apply_template(
         del options[unknown]
     if tools:
         options["tools"] = list(tools)
-    with raised_as(
-        PromptError, "the chat template rejects the chat", Exception
-    ):  # templates may raise anything
+
+    # Templates may raise anything.
+    with raised_as(PromptError, "the chat template rejects the chat", Exception):
         return processor.apply_chat_template(chat, tokenize=False, **options), True
 
 
 def _template(processor) -> str | None:
     """Return a processor's chat template; None: it has none."""
     template = getattr(processor, "chat_template", None)
-    # The first kind has several.
-    return template.get("default") if isinstance(template, Mapping) else template
+    if isinstance(template, Mapping):  # several, by their names
+        return template.get("default")
+    return template
 
 
 def template_words(processor) -> set[str]:
@@ -535,8 +645,7 @@ def template_words(processor) -> set[str]:
 
 
 def tool_instructions(processor) -> str | None:
-    """Return a prompt with the chat template's words about how to call a tool; None: it shows no
-    tools."""
+    """Return a prompt with the chat template's text on how to call tools; None: it has none."""
     tool = {
         "type": "function",
         "function": {"name": _PROBE, "description": "", "parameters": {"properties": {}}},
@@ -548,8 +657,7 @@ def tool_instructions(processor) -> str | None:
 
 
 def _reads_parts(processor) -> bool:
-    """Return whether the chat template reads a content that is a list of parts, and not a string
-    only."""
+    """Return whether the chat template reads contents that are lists of parts, not only strings."""
     chat = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
     try:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
@@ -561,19 +669,16 @@ def _reads_parts(processor) -> bool:
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:
     """Turn developer messages into system messages, merged into one at the chat's beginning."""
-    is_system = [message["role"] in ("system", "developer") for message in messages]
-    if is_system.index(True) == 0 and sum(is_system) == 1:
-        return [{**messages[0], "role": "system"}, *messages[1:]]
-    texts = [
-        "\n".join(text_parts(message))
-        for message, system in zip(messages, is_system, strict=True)
-        if system
-    ]
-    merged = {
-        "role": "system",
-        "content": [{"type": "text", "text": "\n\n".join(filter(None, texts))}],
-    }
-    return [
-        merged,
-        *(message for message, system in zip(messages, is_system, strict=True) if not system),
-    ]
+    system_messages = []
+    other_messages = []
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            system_messages.append(message)
+        else:
+            other_messages.append(message)
+    if len(system_messages) == 1 and system_messages[0] is messages[0]:
+        return [{**messages[0], "role": "system"}, *other_messages]
+    texts = ["\n".join(text_parts(message)) for message in system_messages]
+    text = "\n\n".join(filter(None, texts))
+    merged = {"role": "system", "content": [{"type": "text", "text": text}]}
+    return [merged, *other_messages]

@@ -1,5 +1,4 @@
-"""Tokens of a video that its prompt does not have, as VideoLLaMA 3's processor leaves out what
-repeats a frame.
+"""Tokens of a video that its prompt lacks: VideoLLaMA 3's processor leaves out repeated ones.
 
 Pixels decide which: a token is left out where its patches hardly differ from those in the frame
 before. The layout of the prompt depends on it. So frames are decoded twice: first to compare them,
@@ -22,8 +21,7 @@ _CHUNK_BYTES = 2**26  # of pixels in fp32
 
 
 def may_leave_out(processor) -> bool:
-    """Return whether a processor is of the kind that may leave tokens out, be it that it is told
-    not to."""
+    """Return whether a processor can leave tokens out, even if it is set not to."""
     return hasattr(getattr(processor, "video_processor", None), "use_token_compression")
 
 
@@ -51,38 +49,46 @@ def kept_tokens(
     pixels = torch.empty(
         len(video.frames), 3, info.height, info.width, dtype=torch.uint8, device="meta"
     )
-    options = {"do_sample_frames": False, "use_token_compression": False, "return_tensors": "pt"}
-    batch = video_processor(videos=[pixels], **options)
+    batch = video_processor(
+        videos=[pixels],
+        do_sample_frames=False,
+        use_token_compression=False,
+        return_tensors="pt",
+    )
     grid = batch["video_grid_thw"]
     num_bytes = batch["pixel_values_videos"].nbytes // len(video.frames)
     height, width = (grid[0, 1:] // batch["video_merge_sizes"]).tolist()
     if not frames or not video_processor.use_token_compression:
         return torch.ones(len(frames), height, width, dtype=torch.bool)
-    found = []
-    size = max(1, _CHUNK_BYTES // num_bytes)
+
+    # Cut the frames, with the one before them, into chunks.
+    chunk_len = max(1, _CHUNK_BYTES // num_bytes)
     first = max(frames.start - 1, 0)
-    before = None
-    chunks = [
-        range(start, min(start + size, frames.stop)) for start in range(first, frames.stop, size)
-    ]
+    chunks = []
+    for start in range(first, frames.stop, chunk_len):
+        chunks.append(range(start, min(start + chunk_len, frames.stop)))
     reader = VideoReader(
-        replace(video, grid=grid),
-        1,
-        processor,
-        timer,
+        video=replace(video, grid=grid),
+        num_merged=1,
+        processor=processor,
+        timer=timer,
         config=config,
         runs_ahead=hosts.has_own_process,
     )
-    with closing(reader.read(chunks)) as read:
-        for decoded in read:
-            shown = decoded if before is None else torch.cat([before, decoded])
+
+    # Compare the frames of each, the first with the last one of the chunk before.
+    masks = []
+    frame_before = None
+    with closing(reader.read(chunks)) as decoded_chunks:
+        for decoded in decoded_chunks:
+            compared = decoded
+            if frame_before is not None:
+                compared = torch.cat([frame_before, decoded])
             with timer.stage("preprocess"):
-                kept = preprocess_frames(processor, shown, grid, compares=True)[
-                    "video_compression_mask"
-                ]
-            kept = kept.view(len(shown), height, width)
-            # Of the first frame that is shown all is kept, and only the video's first is one that
-            # counts.
-            found.append(kept if before is None and not frames.start else kept[1:])
-            before = decoded[-1:]
-    return torch.cat(found)
+                values = preprocess_frames(processor, compared, grid, compares=True)
+            mask = values["video_compression_mask"].view(len(compared), height, width)
+            # All tokens of the first frame are left, which is right for the video's first only.
+            is_first_of_video = frame_before is None and frames.start == 0
+            masks.append(mask if is_first_of_video else mask[1:])
+            frame_before = decoded[-1:]
+    return torch.cat(masks)

@@ -59,8 +59,10 @@ class Request(Checked):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same on every host, JSON-ready, but for files and texts, which are
-        compared once read."""
+        """What must be the same on every host, JSON-ready.
+
+        Files and other texts are compared once they are read.
+        """
         question = self.question
         return {
             "prompt": question.prompt,
@@ -79,17 +81,23 @@ class Request(Checked):
 
     @property
     def cancels(self) -> Callable[[], bool] | None:
-        """The function that cancels the request before its first token; None if it cannot be
-        cancelled."""
-        return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
+        """The function that tells whether to cancel before the first token; None: it cannot."""
+        if self.stop is None or not self.may_cancel:
+            return None
+        return lambda: self.stop(())
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
-        """The same request; an answer with a limit is no longer than the positions that its prompt
-        leaves."""
+        """Return the same request, its answer limited to the positions that its prompt leaves.
+
+        An answer without a limit stays so.
+        """
         if self.sampling.max_new_tokens is None:
             return self
-        most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
-        fewest = min(self.sampling.min_tokens, most)
-        return replace(
-            self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest)
+        max_new_tokens = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
+        min_tokens = min(self.sampling.min_tokens, max_new_tokens)
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=max_new_tokens,
+            min_tokens=min_tokens,
         )
+        return replace(self, sampling=sampling)

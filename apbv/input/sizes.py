@@ -34,8 +34,7 @@ class PixelLimits:
     def size_of_frames(
         self, video_processor, frames: Tensor, metadata: Any
     ) -> tuple[int, int] | None:
-        """Return the height and width to which frames are resized; None: as the model's processor
-        does anyway.
+        """Return the height and width to which frames are resized; None: the processor's own.
 
         As in qwen-vl-utils, they keep about their aspect ratio and are a whole number of visual
         tokens.
@@ -60,10 +59,13 @@ class PixelLimits:
         self._require_reasonable(factor, "a video's frames")
         if self.exact is not None:
             return self._rounded(factor)
-        options = {"do_sample_frames": False, "return_tensors": "pt"}
-        grid = video_processor(videos=[frames], video_metadata=[metadata], **options)[
-            "video_grid_thw"
-        ]
+        batch = video_processor(
+            videos=[frames],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        grid = batch["video_grid_thw"]
         height, width = (grid[0, 1:] * video_processor.patch_size).tolist()
         most = self._most_of_a_frame(len(frames), video_processor.temporal_patch_size, factor)
         least = self.least or min(factor**2, height * width)
@@ -73,21 +75,20 @@ class PixelLimits:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         try:
-            found = smart_resize(
+            size = smart_resize(
                 *frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most
             )
         except ValueError as error:
             raise PromptError(f"a video's frames cannot be resized: {error}") from error
-        # As in qwen-vl-utils, total_pixels goes before min_pixels.
-        least = least if self.total is None else 1
-        self._require_within(found, least, most, factor, "a video's frames")
-        return found
+        if self.total is not None:
+            least = 1  # as in qwen-vl-utils, total_pixels goes before min_pixels
+        self._require_within(size, least, most, factor, "a video's frames")
+        return size
 
     def size_of_image(self, image_processor, image: Tensor, counted: int) -> tuple[int, int] | None:
-        """Return the height and width to which an image is resized; None: as the model's processor
-        does anyway.
+        """Return the height and width to which an image is resized; None: the processor's own.
 
-        It is the one that the processor computes when it is called with these limits.
+        The processor computes this size when it is called with these limits.
 
         Args:
             image_processor: of the model.
@@ -99,30 +100,28 @@ class PixelLimits:
         """
         if self == PixelLimits():
             return None
-        own = getattr(image_processor, "size", None) or {}
-        of_model = own.get("shortest_edge"), own.get("longest_edge")
-        if not hasattr(image_processor, "merge_size") or None in of_model:
+        limits_of_model = getattr(image_processor, "size", None) or {}
+        least_of_model = limits_of_model.get("shortest_edge")
+        most_of_model = limits_of_model.get("longest_edge")
+        has_limits = least_of_model is not None and most_of_model is not None
+        if not hasattr(image_processor, "merge_size") or not has_limits:
             raise PromptError(f"{_NAMES} of an image do not apply to this model")
         factor = image_processor.patch_size * image_processor.merge_size
         self._require_reasonable(factor, "an image")
         if self.exact is not None:
             return self._rounded(factor)
-        least = of_model[0] // counted
-        most = of_model[1] // counted
-        least = self.least or min(least, self.most)
-        most = self.most or max(most, self.least)
+        least = self.least or min(least_of_model // counted, self.most)
+        most = self.most or max(most_of_model // counted, self.least)
         limits = {"shortest_edge": least * counted, "longest_edge": most * counted}
         try:
-            grid = image_processor(images=[image], size=limits, return_tensors="pt")[
-                "image_grid_thw"
-            ]
+            batch = image_processor(images=[image], size=limits, return_tensors="pt")
         except ValueError as error:
             raise PromptError(f"an image cannot be resized: {error}") from error
-        found = tuple((grid[0, 1:] * image_processor.patch_size).tolist())
-        self._require_within(
-            found, self.least or 1, self.most or found[0] * found[1], factor, "an image"
-        )
-        return found
+        grid = batch["image_grid_thw"]
+        height, width = (grid[0, 1:] * image_processor.patch_size).tolist()
+        size = (height, width)
+        self._require_within(size, self.least or 1, self.most or height * width, factor, "an image")
+        return size
 
     def _most_of_a_frame(self, num_frames: int, num_merged: int, factor: int) -> float | None:
         """Return the most pixels of a frame, by qwen-vl-utils' rule; None: the model's."""
@@ -145,18 +144,18 @@ class PixelLimits:
         return height, width
 
     def _require_within(
-        self, found: tuple[int, int], least: float, most: float, factor: int, what: str
+        self, size: tuple[int, int], least: float, most: float, factor: int, what: str
     ) -> None:
-        if not least <= found[0] * found[1] <= most:
+        height, width = size
+        if not least <= height * width <= most:
             raise PromptError(
                 f"{what} cannot have {least:.0f} to {most:.0f} pixels: the sides are multiples of "
-                f"{factor}, and the nearest size is {found[0]}x{found[1]}"
+                f"{factor}, and the nearest size is {height}x{width}"
             )
 
 
 def resized(image_processor, image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize an image ``[3, H, W]`` to a size, as the model's processor resizes to the one that it
-    computes."""
+    """Resize an image ``[3, H, W]`` to a height and width, as the model's processor resizes it."""
     from transformers.image_processing_backends import TorchvisionBackend
     from transformers.image_utils import SizeDict
 

@@ -4,19 +4,24 @@ The visual input of a prompt is a sequence of *items*, each a video or an image.
 temporal patches, which are numbered over all items in prompt order: hosts get adjacent ones, of
 about the same cost.
 
-Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
-:class:`Source` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of
-its pixels (:class:`~apbv.input.pixels.VideoReader`), made where
-:meth:`~apbv.input.reading.PromptReader.read` makes the others; and the call of the model that
-encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are adjacent: what
-alternates with another's, such as a video and its audio, is several items each.
+Another kind of item needs:
+
+- a name for :attr:`VisualItem.kind`;
+- an identity of its content, as :class:`Source` is for files;
+- its place in the prompt (:func:`~apbv.input.skeleton.lay_out`);
+- a reader of its pixels (:class:`~apbv.input.pixels.VideoReader`), made where
+  :meth:`~apbv.input.reading.PromptReader.read` makes the others;
+- the call of the model that encodes it, in :mod:`apbv.prefilling.encode`.
+
+An item's temporal patches are adjacent: a video and audio that alternate would be several items
+each.
 """
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -51,15 +56,14 @@ class VisualItem:
         kind: ``"video"`` or ``"image"``.
         num_rows: its visual tokens.
         num_patches: its temporal patches.
-        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a
+        num_ending_rows: how many of its last rows belong to no frame (LLaVA's newline after a
             video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of
             its cost.
         source: identity of its content; None if the caller prepared the pixels.
         size: height and width of an image; None for a video, or where it is not known.
-        kept: of VideoLLaMA 3's videos bool ``[num_patches, h, w]``, which tokens of the frames the
-            prompt has: its processor may leave out what repeats the frame before. None: all of
-            them.
+        kept: bool ``[num_patches, h, w]``, which tokens of the frames the prompt has: the processor
+            of VideoLLaMA 3 may leave out those that repeat the frame before. None: all of them.
     """
 
     kind: str
@@ -78,12 +82,13 @@ class VisualItem:
 
     @property
     def rows_of_patches(self) -> list[int]:
-        """How many rows each temporal patch has; the last one's are also those that belong to no
-        frame."""
+        """How many rows each temporal patch has; the last one has the ending rows, too."""
         if self.kept is not None:
             return self.kept.flatten(1).sum(dim=1).tolist()
-        rows = (self.num_rows - self.num_ending_rows) // self.num_patches
-        return [rows] * (self.num_patches - 1) + [rows + self.num_ending_rows]
+        rows_per_patch = (self.num_rows - self.num_ending_rows) // self.num_patches
+        num_rows = [rows_per_patch] * self.num_patches
+        num_rows[-1] += self.num_ending_rows
+        return num_rows
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ class PixelChunk:
         values: keyword arguments of the model's ``get_*_features``.
         patches: which temporal patches of the prompt they are.
         kind: of the item, ``"video"`` or ``"image"``.
-        ready: where the values are made on a GPU, by kernels that another stream has to wait for:
-            when.
+        ready: recorded after the kernels that make the values on a GPU, for other streams to wait
+            for; None where the values are on the CPU.
     """
 
     values: dict[str, Any]
@@ -111,10 +116,12 @@ class PixelChunk:
             for value in self.values.values():
                 if isinstance(value, Tensor) and value.is_cuda:
                     value.record_stream(stream)  # it was allocated for the stream that made it
-        return {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in self.values.items()
-        }
+        values = {}
+        for name, value in self.values.items():
+            if isinstance(value, Tensor):
+                value = value.to(device, non_blocking=True)
+            values[name] = value
+        return values
 
 
 class Pixels(Protocol):
@@ -179,7 +186,9 @@ class VisualInput(RowStarts):
     def kind(self) -> str:
         """``"video"`` or ``"image"`` where all items are, else ``"mixed"``."""
         kinds = {item.kind for item in self.items}
-        return kinds.pop() if len(kinds) == 1 else "mixed"
+        if len(kinds) == 1:
+            return kinds.pop()
+        return "mixed"
 
     @property
     def is_shared_out(self) -> bool:
@@ -200,13 +209,13 @@ class VisualInput(RowStarts):
     @cached_property
     def item_patches(self) -> tuple[range, ...]:
         """The temporal patches of every item."""
-        ends = list(accumulate(map(attrgetter("num_patches"), self.items), initial=0))
-        return tuple(map(range, ends, ends[1:]))
+        ends = accumulate((item.num_patches for item in self.items), initial=0)
+        return tuple(range(start, stop) for start, stop in pairwise(ends))
 
     @cached_property
     def frames(self) -> tuple[range, ...]:
         """The rows of every temporal patch, without those that end a video."""
-        frames = list(map(range, self.row_starts, self.row_starts[1:]))
+        frames = [range(start, stop) for start, stop in pairwise(self.row_starts)]
         for item, patches in zip(self.items, self.item_patches, strict=True):
             last = frames[patches.stop - 1]
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
@@ -217,31 +226,43 @@ class VisualInput(RowStarts):
         return bisect(self.item_patches, patch, key=attrgetter("stop"))
 
     def kept_of(self, patches: range) -> Tensor | None:
-        """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``;
-        None: all."""
+        """Return which tokens of an item's adjacent patches are rows, bool ``[tokens]``; None: all.
+
+        Args:
+            patches: temporal patches, numbered over all items.
+        """
         number = self.item_of(patches.start)
         item = self.items[number]
+        if item.kept is None:
+            return None
         first = self.item_patches[number].start
-        return (
-            None
-            if item.kept is None
-            else item.kept[patches.start - first : patches.stop - first].flatten()
-        )
+        return item.kept[patches.start - first : patches.stop - first].flatten()
 
     def ending_rows_of(self, patches: range) -> int:
-        """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless
-        they end it."""
+        """Count the rows after the last frame of an item's adjacent patches; 0 unless they end it.
+
+        Args:
+            patches: temporal patches, numbered over all items.
+        """
         return self.rows_of(patches).stop - self.frames[patches.stop - 1].stop
 
     @cached_property
     def runs(self) -> tuple[tuple[range, range], ...]:
-        """The temporal patches that one reader reads, and their items: a video, or all images side
-        by side."""
+        """The temporal patches that one reader reads, and their items: a video, or adjacent images.
+
+        Both are ranges of numbers over the whole prompt.
+        """
         runs: list[tuple[range, range]] = []
         for number, patches in enumerate(self.item_patches):
-            if number and self.items[number].kind == self.items[number - 1].kind == "image":
-                before, items = runs.pop()
-                runs.append((range(before.start, patches.stop), range(items.start, number + 1)))
+            continues_images = (
+                number > 0
+                and self.items[number].kind == "image"
+                and self.items[number - 1].kind == "image"
+            )
+            if continues_images:
+                patches_before, items = runs.pop()
+                patches = range(patches_before.start, patches.stop)
+                runs.append((patches, range(items.start, number + 1)))
             else:
                 runs.append((patches, range(number, number + 1)))
         return tuple(runs)
@@ -264,12 +285,19 @@ class VisualInput(RowStarts):
 
 
 def most_in_a_chunk(share: int, patch: int, num_bytes: int) -> int:
-    """Return the maximum bytes of a chunk of the longest share, given the maximum per patch."""
-    return min(num_bytes, max(share // _CHUNKS_PER_SHARE + patch - 1, _LEAST_BYTES))
+    """Return the maximum bytes of a chunk.
+
+    Args:
+        share: the bytes of the longest share.
+        patch: the bytes of the largest temporal patch.
+        num_bytes: the memory that a chunk may take.
+    """
+    even_bytes = share // _CHUNKS_PER_SHARE + patch - 1
+    return min(num_bytes, max(even_bytes, _LEAST_BYTES))
 
 
 def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
-    """Cut adjacent temporal patches into as long chunks as cost no more than ``most``."""
+    """Cut adjacent temporal patches into the longest chunks that cost no more than ``most``."""
     start = patches.start
     cost = 0
     for patch in patches:
@@ -286,7 +314,7 @@ def encoding_hosts(hosts: HostGroup, frame_parallel: bool) -> HostGroup:
     """Return the hosts among which a prompt's frames, images and audio are shared out.
 
     Args:
-        frame_parallel: as in :class:`apbv.PrefillConfig`; off, that is this host alone.
+        frame_parallel: of :class:`apbv.PrefillConfig`; False: this host alone.
     """
     return hosts if frame_parallel else HostGroup.single(hosts.device)
 
@@ -298,17 +326,23 @@ def share_out(items: Sequence[VisualItem], hosts: HostGroup) -> VisualInput:
         items: the videos and images, in prompt order.
         hosts: this host alone, where every host encodes everything.
     """
-    row_starts = accumulate(
-        chain.from_iterable(map(attrgetter("rows_of_patches"), items)), initial=0
-    )
+    rows_of_patches = []
+    for item in items:
+        rows_of_patches += item.rows_of_patches
     return VisualInput(
-        tuple(items), split_by_cost(_costs(items), hosts.size), hosts.rank, tuple(row_starts)
+        items=tuple(items),
+        patches=split_by_cost(_costs(items), hosts.size),
+        host=hosts.rank,
+        row_starts=tuple(accumulate(rows_of_patches, initial=0)),
     )
 
 
 def _costs(items: Sequence[VisualItem]) -> list[int]:
     """Return for every temporal patch an estimate of the memory in use while it is encoded."""
-    return [item.patch_bytes for item in items for _ in range(item.num_patches)]
+    costs = []
+    for item in items:
+        costs += [item.patch_bytes] * item.num_patches
+    return costs
 
 
 def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
@@ -319,24 +353,34 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
     Returns:
         For every part its range of indices; the last ones may be empty.
     """
+    num_items = len(costs)
     if len(set(costs)) < 2:
-        return tuple(split_evenly(range(len(costs)), parts))
-    everything, candidates = range(len(costs)), range(max(costs), sum(costs))
-    suffices = bisect(
-        candidates, False, key=lambda most: len(list(_cut(everything, costs, most))) <= parts
-    )
-    cut = list(_cut(everything, costs, max(costs) + suffices))
-    return (*cut, *(range(len(costs), len(costs)) for _ in range(parts - len(cut))))
+        return tuple(split_evenly(range(num_items), parts))
+
+    def cut(most: int) -> list[range]:
+        return list(_cut(range(num_items), costs, most))
+
+    # Bisect for the lowest cost of a part with which the parts suffice.
+    lowest = max(costs)
+    limits = range(lowest, sum(costs))
+    num_too_low = bisect(limits, False, key=lambda most: len(cut(most)) <= parts)
+    ranges = cut(lowest + num_too_low)
+    while len(ranges) < parts:
+        ranges.append(range(num_items, num_items))
+    return tuple(ranges)
 
 
 def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
     """Return the number of frames to pass to a processor for a video's layout in the prompt.
 
     Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one.
-    Qwen3-VL's and GLM's reject to compute the size of a video of fewer frames than one patch, which
-    is told to be that long.
+    Those of Qwen3-VL and GLM reject a video that is shorter than one patch: it is told to be as
+    long as that.
 
     Args:
+        family: whose prompts the model's are like.
         num_merged: the frames of a temporal patch.
     """
-    return max(num_frames, num_merged) if family in ("qwen3_vl", "glm4v") else num_frames
+    if family in ("qwen3_vl", "glm4v"):
+        return max(num_frames, num_merged)
+    return num_frames

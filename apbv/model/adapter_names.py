@@ -1,5 +1,4 @@
-"""Fits a PEFT adapter's names, and the size of its vocabulary, to a model of this release of
-transformers.
+"""Fits a PEFT adapter's names, and its vocabulary, to a model of this release of transformers.
 
 An adapter names the modules that it changes. Earlier releases of transformers had other names for
 the parts of vision-language models, and an adapter may have been trained on the text model alone,
@@ -31,8 +30,7 @@ _SOME_TOKENS = "token_adapter"
 
 
 def fit_names(config: Any, weight_names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Return how peft is to rename an adapter's weights, and let its config name the model's own
-    modules.
+    """Return how peft must rename an adapter's weights, and fit its config to the model's modules.
 
     Args:
         config: the adapter's, whose fields are changed where it would find other modules than have
@@ -64,18 +62,16 @@ def fit_names(config: Any, weight_names: Iterable[str], model: PreTrainedModel) 
         config.layers_pattern = None
         config.exclude_modules = None
         for patterns in ("rank_pattern", "alpha_pattern"):
-            by_name = getattr(config, patterns, None) or {}
-            setattr(
-                config,
-                patterns,
-                {renamed.get(name, name): value for name, value in by_name.items()},
-            )
+            by_older_name = getattr(config, patterns, None) or {}
+            by_name = {}
+            for name, value in by_older_name.items():
+                by_name[renamed.get(name, name)] = value
+            setattr(config, patterns, by_name)
     return {rf"^{re.escape(older)}(?=\.)": name for older, name in renamed.items()}
 
 
 def _module_of(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tuple[str | None, str]:
-    """Return the module with weights of its own that a name begins with, and the rest of the
-    name."""
+    """Return the module with weights of its own that a name begins with, and the name's rest."""
     steps = path.split(".")
     for count in range(len(steps) - 1, 0, -1):
         name = ".".join(steps[:count])
@@ -88,8 +84,11 @@ def _module_of(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tup
 def _module_by_older_name(
     path: str, modules: Mapping[str, nn.Module], decoder: str
 ) -> tuple[str | None, str, str]:
-    """Return the module that another release, or a text model, calls otherwise, the rest, and its
-    older name."""
+    """Return the module that a name of an older release, or of a text model, begins with.
+
+    Returns:
+        The module's name, the rest of the path, and the module's older name.
+    """
     path_in_thinker = path.removeprefix("thinker.")  # Qwen2.5-Omni's whole model
     prefix = path[: len(path) - len(path_in_thinker)]
     decoders = [("language_model.model.", f"{decoder}."), ("model.", f"{decoder}."), ("", "")]
@@ -104,30 +103,33 @@ def _module_by_older_name(
 def _finds_others(
     config: Any, changed: set[str], modules: Mapping[str, nn.Module], decoder: str
 ) -> bool:
-    """Return whether a text model's adapter would also find modules of the towers, by names that
-    these share."""
+    """Return whether a text model's adapter would also find modules of the towers.
+
+    Some have the same names as modules of the decoder.
+    """
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    if getattr(config, "target_modules", None) is None or not all(
-        name.startswith(decoder) for name in changed
-    ):
+    if getattr(config, "target_modules", None) is None:
+        return False
+    if not all(name.startswith(decoder) for name in changed):
         return False
     outside = [name for name in modules if name and not name.startswith(decoder)]
     return any(check_target_module_exists(config, name) for name in outside)
 
 
 def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Give a model as many tokens as an adapter has embeddings for, where it was trained with more,
-    or with fewer.
+    """Give a model the number of tokens that an adapter was trained with.
 
     Raises:
         ValueError: it has embeddings of another number of tokens, but no head for these.
     """
-    inputs = _rows_saved(model, model.get_input_embeddings(), weights)
-    outputs = _rows_saved(model, model.get_output_embeddings(), weights)
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    outputs = inputs if is_tied and outputs is None else outputs
-    num_tokens = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    inputs = _rows_saved(model, embedding, weights)
+    outputs = _rows_saved(model, head, weights)
+    if outputs is None and head.weight is embedding.weight:
+        outputs = inputs
+    num_tokens = embedding.weight.shape[0]
     if inputs in (None, num_tokens) and outputs in (None, num_tokens):
         return
     if inputs != outputs:
@@ -141,9 +143,8 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
 def _rows_saved(
     model: PreTrainedModel, module: nn.Module, weights: Mapping[str, Tensor]
 ) -> int | None:
-    """Return how many rows an adapter has for the whole weight of a module; None if it has not the
-    whole."""
-    name = next(name for name, each in model.named_modules() if each is module)
+    """Return the rows of a module that an adapter has in place of all; None if it has none."""
+    name = next(name for name, candidate in model.named_modules() if candidate is module)
     for suffix in ("weight", "base_layer.weight"):
         saved = weights.get(f"{_PREFIX}{name}.{suffix}")
         if saved is not None:

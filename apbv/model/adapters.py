@@ -36,27 +36,40 @@ def find_adapter(
         ValueError: an adapter has no config or names no model, or its model has an adapter itself.
     """
     config = _find(path, _CONFIG)
+    if adapter is None and config is None:
+        return path, None
+    base = path
     if adapter is None:
-        if config is None:
-            return path, None
-        # A model beside it is the one that it belongs to, for transformers, too.
-        base = (
-            path
-            if Path(path, "config.json").is_file()
-            else json.loads(Path(config).read_text()).get(_BASE)
-        )
-        if not base or not isinstance(base, str | Path):
-            raise ValueError(
-                f"the adapter {path} names no model: give its model and adapter={str(path)!r}"
-            )
-        path, adapter, config = base, path, _find(base, _CONFIG)
+        adapter = path
+        base = _base_of(adapter, config)
+        config = _find(base, _CONFIG)
     elif _find(adapter, _CONFIG) is None:
         raise ValueError(_why_no_adapter(adapter))
     if config is not None:
         raise ValueError(
-            f"{path}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first"
+            f"{base}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first"
         )
-    return path, adapter
+    return base, adapter
+
+
+def _base_of(adapter: str | Path, config: str) -> str | Path:
+    """Return the model that an adapter belongs to.
+
+    Args:
+        config: the path of the adapter's config.
+
+    Raises:
+        ValueError: it names none.
+    """
+    # A model beside it is the one that it belongs to, for transformers, too.
+    if Path(adapter, "config.json").is_file():
+        return adapter
+    base = json.loads(Path(config).read_text()).get(_BASE)
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"the adapter {adapter} names no model: give its model and adapter={str(adapter)!r}"
+        )
+    return base
 
 
 def _why_no_adapter(adapter: str | Path) -> str:
@@ -71,15 +84,21 @@ def _why_no_adapter(adapter: str | Path) -> str:
 
 
 def processor_path(base: str | Path, adapter: str | Path | None, is_video: bool) -> str | Path:
-    """Return where to load a processor from: from the adapter if it has one, as it may have added
-    tokens."""
+    """Return where to load a processor from: the adapter, if it has one, or the model.
+
+    An adapter may have added tokens.
+    """
+    if adapter is None:
+        return base
     names = _PROCESSOR_FILES if is_video else _TOKENIZER_FILES
-    return adapter if adapter is not None and any(_find(adapter, name) for name in names) else base
+    has_processor = any(_find(adapter, name) for name in names)
+    return adapter if has_processor else base
 
 
 def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path) -> None:
-    """Reject an adapter that does not fit a model, or cannot be merged; the model is built without
-    storage.
+    """Reject an adapter that does not fit a model, or cannot be merged.
+
+    To find out, the model is built without storage.
 
     Raises:
         ValueError: peft is not installed, or the adapter is rejected; the message says why.
@@ -91,11 +110,11 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
     with torch.device("meta"):
         model = auto.from_config(deepcopy(config))
     try:
-        with warnings.catch_warnings(action="ignore"):  # what is copied to no storage
+        with warnings.catch_warnings(action="ignore"):  # torch warns of copies without storage
             _merge(model, adapter, has_weights=False)
     except NotImplementedError:
-        # Its method looks at the model's weights: that it can be merged is seen when there are
-        # some.
+        # The adapter's method looks at the model's weights: whether it can be merged is seen when
+        # they are loaded.
         pass
     except Exception as error:  # of many types, by method
         reason = " ".join(str(error).split("\n")[:2])  # which may have a line for every layer
@@ -122,6 +141,7 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
     weights = load_peft_weights(str(adapter), device="cpu")
     if not has_weights and hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # others, such as PiSSA, decompose the model's weights
+    # Make room for it in the model.
     adapted = None
     if not config.is_prompt_learning:
         resize_vocabulary(model, weights)
@@ -131,70 +151,78 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
         raise ValueError(
             f"{getattr(config.peft_type, 'value', config.peft_type)} changes no weights"
         )
+
+    # Load its weights.
     keys = adapted.load_adapter(
         str(adapter), "default", torch_device="cpu", key_mapping=key_mapping
     )
-    wrong = _missing(adapted, keys.missing_keys) + keys.unexpected_keys
-    if wrong:
+    misfits = _missing(adapted, keys.missing_keys) + keys.unexpected_keys
+    if misfits:
         raise ValueError(
-            f"its weights are not those of the model's modules: {wrong[0]} and {len(wrong) - 1} "
-            "more"
+            f"its weights are not those of the model's modules: {misfits[0]} and "
+            f"{len(misfits) - 1} more"
         )
+
+    # Merge them.
     _untie(model)
     merged_model = adapted.merge_and_unload()
     head = merged_model.get_output_embeddings()
-    if isinstance(
-        head, nn.Linear
-    ):  # peft may have made it of an embedding, whose sizes are the other way round
+    if isinstance(head, nn.Linear):
+        # peft may have made it of an embedding, whose sizes are the other way round.
         head.out_features, head.in_features = head.weight.shape
     return merged_model
 
 
 def _missing(adapted: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return those of the missing weights that are not loaded under another name, as one that
-    modules share."""
+    """Return the weights that are missing, without those that are loaded under another name.
+
+    Modules may share a weight, which then has several names.
+
+    Args:
+        names: of the weights that the adapter's file lacks.
+    """
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in names}
     return [name for name in names if id(parameters.get(name)) not in loaded]
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Give the head weights of its own if it shares them with the embedding, and an adapter adds to
-    one of them.
+    """Give the head its own weights if it shares the embedding's, and an adapter adds to either.
 
-    What is added while the model runs changes one of the two; merged into the weights it would
+    While the model runs, an addition changes one of the two; merged into the weights it would
     change both.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    if not any(isinstance(module, BaseTunerLayer) for module in (embedding, head)):
+    is_changed = False
+    if isinstance(embedding, BaseTunerLayer):
+        embedding = embedding.get_base_layer()
+        is_changed = True
+    if isinstance(head, BaseTunerLayer):
+        head = head.get_base_layer()
+        is_changed = True
+    if not is_changed or head.weight is not embedding.weight:
         return
-    of_embedding, of_head = (
-        module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        for module in (embedding, head)
-    )
-    if of_head.weight is not of_embedding.weight:
-        return
-    of_head.weight = nn.Parameter(of_head.weight.detach().clone(), requires_grad=False)
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     model.config.get_text_config().tie_word_embeddings = False
 
 
 def is_absent(path: str | Path) -> bool:
-    """Return whether this is neither a directory nor what could be the id of a supported model or
-    its adapter."""
-    # To ask the hub for what it cannot have may take half a minute.
-    is_no_id = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") != 1
-    return is_no_id and not Path(path).is_dir()
+    """Return whether a path is neither a directory nor possibly the id of a model or an adapter."""
+    # To ask the hub for a model that it cannot have may take half a minute.
+    could_be_id = (
+        not isinstance(path, Path) and not path.startswith(("/", ".", "~")) and path.count("/") == 1
+    )
+    return not could_be_id and not Path(path).is_dir()
 
 
 def require_reachable(path: str | Path) -> None:
-    """Raise OSError at once if a model is neither here nor in the cache, and the hub cannot be
-    asked.
+    """Raise OSError at once if a model is not in the cache, and the hub cannot be reached.
 
-    Its own client would try each file six times, for half a minute.
+    The hub's own client would try each file six times, for half a minute.
     """
     names = ("config.json", _CONFIG)
     is_cached = any(isinstance(try_to_load_from_cache(str(path), name), str) for name in names)
@@ -215,7 +243,9 @@ def _find(path: str | Path, name: str) -> str | None:
         return None
     if not Path(path).is_dir():
         require_reachable(path)
-    quietly = {
-        f"_raise_exceptions_for_{each}": False for each in ("missing_entries", "connection_errors")
-    }
-    return cached_file(str(path), name, **quietly)
+    return cached_file(
+        str(path),
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )

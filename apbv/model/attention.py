@@ -1,5 +1,4 @@
-"""The plug-in point in transformers: one attention function, in force only inside a context
-manager.
+"""The plug-in point in transformers: one attention function, in force only in a context manager.
 
 The function receives the current method as the keyword argument ``apbv`` of the language model's
 forward, which transformers passes down to every layer. Nothing is therefore global, and no modeling
@@ -81,8 +80,7 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
-    """Use apbv's attention in the language model (never in its vision tower); restored even on
-    errors.
+    """Use apbv's attention in the language model, not its vision tower; restored even on errors.
 
     Not by set_attn_implementation, which takes half a millisecond, and could reject what was in
     force before.
@@ -126,10 +124,14 @@ class NewTokenAttention:
         holds_newest = self.hosts is None or self.hosts.rank == 0
         # Other hosts have none of the new tokens.
         visible = self.visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
-        own = verify_attention(
+        state = verify_attention(
             q, k, v, scale, visible=visible, num_keys=self.num_keys, backend=self.backend
         )
-        return own[0] if self.hosts is None else gather_and_merge([own], self.hosts, self.backend)()
+        if self.hosts is None:
+            out, _ = state
+            return out
+        finish = gather_and_merge([state], self.hosts, self.backend)
+        return finish()
 
 
 class BatchAttention:
@@ -157,8 +159,7 @@ def gather_and_merge(
     *,
     out: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Start merging all hosts' partial attention results; the returned function waits for them, and
-    returns out.
+    """Start merging all hosts' partial attention results.
 
     Args:
         states: one or more of this host's, over disjoint keys: out ``[B, H, S, D]`` and lse
@@ -166,6 +167,9 @@ def gather_and_merge(
         backend: what merges them; see :func:`apbv.kernels.merge_states`.
         out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be filled by the
             function; None: a new tensor in the dtype of the first partial result.
+
+    Returns:
+        A function that waits for the results, and returns the merged out.
     """
     first, first_lse = states[0]
     if hosts.size == 1 and len(states) == 1 and out is None:
@@ -178,14 +182,14 @@ def gather_and_merge(
     # One message instead of two: all of out and then all of lse, so that what arrives is merged
     # where it lies.
     packed = first.new_empty(first.nbytes + first_lse.nbytes, dtype=torch.uint8)
-    mine, lse = _unpack(packed, first, first_lse)
-    lse.copy_(_merge_here(states, mine, backend))
+    packed_out, packed_lse = _unpack(packed, first, first_lse)
+    packed_lse.copy_(_merge_here(states, packed_out, backend))
     exchange = hosts.all_gather(packed)
 
     def finish() -> Tensor:
-        return merge_states(*_unpack(exchange.wait(), first, first_lse), out=out, backend=backend)[
-            0
-        ]
+        outs, lses = _unpack(exchange.wait(), first, first_lse)
+        merged, _ = merge_states(outs, lses, out=out, backend=backend)
+        return merged
 
     return finish
 
@@ -193,14 +197,16 @@ def gather_and_merge(
 def _merge_here(states: Sequence[tuple[Tensor, Tensor]], out: Tensor, backend: str) -> Tensor:
     """Bring one host's partial results to ``out``, as one; return its lse."""
     if len(states) == 1:
-        out.copy_(states[0][0])
-        return states[0][1]
-    return merge_states(*zip(*states, strict=True), out=out, backend=backend)[1]
+        state_out, lse = states[0]
+        out.copy_(state_out)
+        return lse
+    outs, lses = zip(*states, strict=True)
+    _, lse = merge_states(outs, lses, out=out, backend=backend)
+    return lse
 
 
 def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:
-    """View bytes ``[..., n]`` as tensors that follow each other, with the shapes and dtypes of
-    others."""
+    """View bytes ``[..., n]`` as adjacent tensors, with the shapes and dtypes of others."""
     chunks = packed.split([tensor.nbytes for tensor in like], dim=-1)
     return [
         chunk.view(tensor.dtype).unflatten(-1, tensor.shape)

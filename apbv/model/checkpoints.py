@@ -1,5 +1,4 @@
-"""Reads a checkpoint's weights: all that the model has, of the right shapes, and no code of the
-checkpoint's own."""
+"""Reads a checkpoint's weights: all of the model's, in the right shapes, and none of its code."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +11,9 @@ _MOST_NAMED = 3  # of weights that are not there
 
 
 def load_weights(model_class: type, path: str | Path | None, **options: Any) -> PreTrainedModel:
-    """Load a model by transformers, which would put random numbers in place of weights that are not
-    there.
+    """Load a model by transformers, and reject a checkpoint that lacks weights.
+
+    transformers would put random numbers in their place.
 
     Args:
         model_class: a class of transformers that has ``from_pretrained``.
@@ -36,11 +36,10 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         incomplete = _names_of_incomplete(error)
         if not incomplete:
             raise
-        message = (
+        raise ValueError(
             "the checkpoint lacks weights, or parts of them, of which the model's are made: "
             f"{named(incomplete)}"
-        )
-        raise ValueError(message) from error
+        ) from error
     if report["missing_keys"]:
         raise ValueError(
             f"the checkpoint lacks weights of the model: {named(report['missing_keys'])}"
@@ -76,8 +75,11 @@ def _names_of_incomplete(error: RuntimeError) -> list[str]:
 def named(names: Iterable[str]) -> str:
     """Return the first names in alphabetical order, and how many more there are."""
     first = sorted(names)[:_MOST_NAMED]
+    text = ", ".join(first)
     num_others = len(names) - len(first)
-    return ", ".join(first) + (f", and {num_others} more" if num_others else "")
+    if num_others:
+        text += f", and {num_others} more"
+    return text
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -1,5 +1,4 @@
-"""Plug-in point for the linear attention of hybrid models (Gated DeltaNet), next to the one for
-attention.
+"""Plug-in point for the linear attention of hybrid models (Gated DeltaNet).
 
 A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token.
 The other keeps a state of constant size: a matrix per head, and the last inputs of a short
@@ -14,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
-from itertools import count
 from typing import Protocol
 
 import torch
@@ -51,36 +49,44 @@ class LinearStates(Cache):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i``,
-        ``linear_state.i``."""
+        """All tensors by name.
+
+        They are ``linear_layers [L]``, and for every layer i ``linear_inputs.i`` and
+        ``linear_state.i``.
+        """
         named = {"linear_layers": torch.tensor(self.places)}
         for index, (inputs, state) in enumerate(self.tensors):
-            named |= {f"linear_inputs.{index}": inputs, f"linear_state.{index}": state}
+            named[f"linear_inputs.{index}"] = inputs
+            named[f"linear_state.{index}"] = state
         return named
 
     @classmethod
     def of_named(cls, named: Mapping[str, Tensor], device: torch.device) -> "LinearStates | None":
-        """Read what :attr:`named` is; None if there is none."""
+        """Make states of the tensors of :attr:`named`; None if there are none."""
         if "linear_layers" not in named:
             return None
         places = named["linear_layers"].tolist()
-        names = [
-            (f"linear_inputs.{index}", f"linear_state.{index}") for index in range(len(places))
-        ]
-        return cls(places, [tuple(named[name].to(device) for name in pair) for pair in names])
+        tensors = []
+        for index in range(len(places)):
+            inputs = named[f"linear_inputs.{index}"].to(device)
+            state = named[f"linear_state.{index}"].to(device)
+            tensors.append((inputs, state))
+        return cls(places, tensors)
 
     def copy(self) -> "LinearStates":
         """Return states that can change while these stay."""
         return LinearStates(self.places, self.tensors)
 
     def among(self, cache: DynamicCache) -> DynamicCache:
-        """Return the model's own cache: a copy of these states, and between them the layers of a KV
-        cache."""
-        copied = dict(zip(self.places, self.copy().layers, strict=True))
+        """Return a cache of all layers: a copy of these states, and the layers of a KV cache."""
+        linear_layers = dict(zip(self.places, self.copy().layers, strict=True))
+        attention_layers = iter(cache.layers)
         whole = DynamicCache()
-        rest = iter(cache.layers)
-        for index in range(len(cache.layers) + len(copied)):
-            whole.layers.append(copied[index] if index in copied else next(rest))
+        for place in range(len(cache.layers) + len(linear_layers)):
+            if place in linear_layers:
+                whole.layers.append(linear_layers[place])
+            else:
+                whole.layers.append(next(attention_layers))
         return whole
 
     def put(self, index: int, inputs: Tensor, state: Tensor) -> None:
@@ -95,11 +101,15 @@ class LinearStates(Cache):
 
 
 class LinearAttention(Protocol):
-    """What replaces the two functions of the linear attention layers during one forward pass."""
+    """Replacement of the two functions of the linear attention layers during one forward pass."""
 
     def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
-        """Convolve the inputs ``[1, C, S]`` of a layer, K wide, by a function that takes one
-        sequence."""
+        """Convolve the inputs ``[1, C, S]`` of a layer.
+
+        Args:
+            width: K, of the convolution.
+            function: the convolution, for one sequence.
+        """
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
         """Return a layer's output ``[1, S, Hv, Dv]``.
@@ -117,23 +127,25 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def with_linear_attention(decoder: nn.Module) -> nn.Module:
-    """Return a hybrid's decoder with the same weights, whose linear layers take the keyword
-    ``linear``.
+    """Return a hybrid's decoder, with the same weights, whose linear layers take ``linear``.
 
-    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers of
-    attention are numbered among themselves, like those of the KV cache, and so are the others.
+    This keyword is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`.
+    Layers of attention are numbered among themselves, like the layers of the KV cache, and so are
+    the linear ones.
 
     Raises:
         ValueError: its layers do not call the two functions that can be replaced.
     """
     kinds = {type(layer.linear_attn) for layer in decoder.layers if is_linear(layer)}
     decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
-    numbers = {True: count(), False: count()}
+    next_number = {"linear_attn": 0, "self_attn": 0}
     layers = []
     for layer in decoder.layers:
-        layer, name = copy.copy(layer), "linear_attn" if is_linear(layer) else "self_attn"
+        layer = copy.copy(layer)
+        name = "linear_attn" if is_linear(layer) else "self_attn"
         mixer = copy.copy(layer.get_submodule(name))
-        mixer.layer_idx = next(numbers[is_linear(layer)])
+        mixer.layer_idx = next_number[name]
+        next_number[name] += 1
         layer._modules = {**layer._modules, name: mixer}
         layers.append(layer)
     decoder._modules = {**decoder._modules, "layers": nn.ModuleList(layers)}
@@ -141,9 +153,9 @@ def with_linear_attention(decoder: nn.Module) -> nn.Module:
 
 
 def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
-    own = kind.forward
-    names = unwrap(own).__globals__
-    if not {_CONVOLUTION, _RULE} <= set(unwrap(own).__code__.co_names):
+    own_forward = kind.forward
+    names = unwrap(own_forward).__globals__
+    if not {_CONVOLUTION, _RULE} <= set(unwrap(own_forward).__code__.co_names):
         raise ValueError(
             f"{kind.__name__} of this transformers release calls other functions than {_RULE}"
         )
@@ -151,25 +163,28 @@ def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     def convolve(
         mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs
     ) -> Tensor:
-        (linear, layer) = replaced
-        function = names[_CONVOLUTION]
-        return linear.convolve(
-            layer, mixed, weight.shape[-1], lambda x: function(x, weight, *args, **kwargs)
-        )
+        linear, layer = replaced
+        convolution = names[_CONVOLUTION]
+
+        def convolve_sequence(x: Tensor) -> Tensor:
+            return convolution(x, weight, *args, **kwargs)
+
+        return linear.convolve(layer, mixed, weight.shape[-1], convolve_sequence)
 
     def attend(query, key, value, g, beta, *, replaced: tuple[LinearAttention, int], **kwargs):
-        for name in ("initial_state", "output_final_state"):
-            kwargs.pop(name)
-        (linear, layer), function = replaced, partial(names[_RULE], **kwargs)
-        return linear.attend(layer, (query, key, value, g, beta), function), None
+        linear, layer = replaced
+        kwargs.pop("initial_state")
+        kwargs.pop("output_final_state")
+        rule = partial(names[_RULE], **kwargs)
+        return linear.attend(layer, (query, key, value, g, beta), rule), None
 
-    in_runs = with_globals(own, {_CONVOLUTION: convolve, _RULE: attend})
+    in_runs = with_globals(own_forward, {_CONVOLUTION: convolve, _RULE: attend})
 
     def forward(
         self, hidden_states: Tensor, *args, linear: LinearStates | LinearAttention, **kwargs
     ) -> Tensor:
         if isinstance(linear, LinearStates):
-            return own(self, hidden_states, linear)
+            return own_forward(self, hidden_states, linear)
         return in_runs(self, hidden_states, replaced=(linear, self.layer_idx))
 
     return forward

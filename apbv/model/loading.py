@@ -34,11 +34,30 @@ NUM_FRAMES = 64
 MAX_NEW_TOKENS = 128
 # Settings of a generation config that change the tokens of an answer, and are not supported.
 _UNSUPPORTED = (
-    "bad_words_ids begin_suppress_tokens constraints diversity_penalty "
-    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
-    "exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id "
-    "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
-    "sequence_bias stop_strings suppress_tokens top_h typical_p watermarking_config"
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "constraints",
+    "diversity_penalty",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "top_h",
+    "typical_p",
+    "watermarking_config",
 )
 
 
@@ -50,8 +69,9 @@ def load_model(
     sharded: bool = False,
     adapter: str | Path | None = None,
 ) -> tuple[PreTrainedModel | None, Any]:
-    """Load a model and its processor; of a Qwen2.5-Omni checkpoint the thinker alone, which answers
-    in text.
+    """Load a model and its processor.
+
+    Of a Qwen2.5-Omni checkpoint it loads the thinker alone, which answers in text.
 
     Args:
         path: a directory, or a hub id; of a model, or of an adapter, which is merged into the model
@@ -69,27 +89,31 @@ def load_model(
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     with _described_errors(path):
         base, adapter, config = _described(path, adapter)
+        # The model.
         auto = _auto_class(config)
-        sees = config.model_type in VISION_FAMILIES
         model = None
-        if with_model and sharded and hosts.tensor_parallel_size > 1:
-            model = load_sharded(auto, base, config, dtype, hosts, adapter).eval()
-        elif with_model and quantization_of(config) is not None:
-            model = load_quantized(auto, base, config, dtype, hosts.device).eval()
-        elif with_model:
-            model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
-            model = (model if adapter is None else merged(model, adapter)).eval()
-        reader = AutoProcessor if sees else AutoTokenizer
-        processor = reader.from_pretrained(
-            processor_path(base, adapter, sees), trust_remote_code=False
-        )
+        if with_model:
+            if sharded and hosts.tensor_parallel_size > 1:
+                model = load_sharded(auto, base, config, dtype, hosts, adapter)
+            elif quantization_of(config) is not None:
+                model = load_quantized(auto, base, config, dtype, hosts.device)
+            else:
+                model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
+                if adapter is not None:
+                    model = merged(model, adapter)
+            model = model.eval()
+
+        # Its processor.
+        sees = config.model_type in VISION_FAMILIES
+        source = processor_path(base, adapter, sees)
+        processor_class = AutoProcessor if sees else AutoTokenizer
+        processor = processor_class.from_pretrained(source, trust_remote_code=False)
         count_as_the_model(processor, config)
+
+        # A checkpoint of several models may not say at which token the thinker ends its answer.
         if config.model_type == OMNI_THINKER and model is not None:
-            # A checkpoint of several models may not say at which token the one that writes ends its
-            # answer.
-            model.generation_config.eos_token_id = (
-                model.generation_config.eos_token_id or processor.tokenizer.eos_token_id
-            )
+            settings = model.generation_config
+            settings.eos_token_id = settings.eos_token_id or processor.tokenizer.eos_token_id
         return model, processor
 
 
@@ -99,8 +123,7 @@ def require_loadable(
     adapter: str | Path | None = None,
     tensor_parallel: int = 1,
 ) -> PreTrainedConfig:
-    """Read a model's config, after all checks of what :func:`load_model` would load that need no
-    weights.
+    """Read a model's config, and make all checks of :func:`load_model` that need no weights.
 
     Raises:
         ValueError: there is no such model, it is not supported, its adapter cannot be merged, or
@@ -122,16 +145,13 @@ def require_loadable(
 
 
 def _auto_class(config: PreTrainedConfig) -> type:
-    return (
-        AutoModelForImageTextToText
-        if config.model_type in VISION_FAMILIES
-        else AutoModelForCausalLM
-    )
+    if config.model_type in VISION_FAMILIES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """Read a model's config from a directory or the hub; of a Qwen2.5-Omni checkpoint its
-    thinker's.
+    """Read a model's config from a directory or the hub; a Qwen2.5-Omni's thinker's config.
 
     Args:
         path: a model, or an adapter, which names its model.
@@ -140,7 +160,8 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         ValueError: there is no such model.
     """
     with _described_errors(path):
-        return _described(path)[-1]
+        _, _, config = _described(path)
+        return config
 
 
 def _described(
@@ -149,10 +170,12 @@ def _described(
     """Return the model to load, the adapter to merge into it, if any, and the model's config."""
     base, adapter = find_adapter(path, adapter)
     if is_absent(base):
-        meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
-        raise ValueError(
-            f"there is no such directory{f' as its base, {base}' if base != path else meant}"
-        )
+        message = "there is no such directory"
+        if base != path:
+            message += f" as its base, {base}"
+        elif get_close_matches(str(path), ["demo"]):
+            message += " (did you mean demo?)"
+        raise ValueError(message)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     if config.model_type != "qwen2_5_omni":
         return base, adapter, config
@@ -168,11 +191,11 @@ def read_video_processor(path: str | Path) -> Any:
         ValueError: there is none.
     """
     with _described_errors(path):
-        source = processor_path(*find_adapter(path), is_video=True)
+        base, adapter = find_adapter(path)
+        source = processor_path(base, adapter, is_video=True)
         processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-        if (
-            read_config(path).model_type == OMNI_THINKER
-        ):  # the whole processor gives it other limits than its own
+        if read_config(path).model_type == OMNI_THINKER:
+            # The whole processor gives its part for videos other limits than that part's own.
             whole = AutoProcessor.from_pretrained(source, trust_remote_code=False)
             processor.size = whole.videos_kwargs["size"]
         return processor
@@ -194,15 +217,13 @@ def _described_errors(path: str | Path) -> Iterator[None]:
 
 
 def default_num_frames(processor: Any) -> int:
-    """Return how many frames of a video are sampled: the video processor's ``num_frames``, or
-    64."""
+    """Return how many frames of a video are sampled: as its processor says, or 64."""
     video_processor = getattr(processor, "video_processor", None)
     return getattr(video_processor, "num_frames", None) or NUM_FRAMES
 
 
 def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingParams:
-    """Return the sampling parameters for what a request leaves open: those of the generation
-    config.
+    """Return the generation config's sampling parameters, for what a request leaves open.
 
     As in transformers, the temperature counts with ``do_sample`` only; otherwise the default is
     greedy. Settings that would change answers and are not supported are warned of.
@@ -213,20 +234,40 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
     Raises:
         ValueError: the generation config has an invalid value.
     """
-    config = model.generation_config.to_diff_dict() if source == "auto" else {}
-    given = {name: value for name, value in config.items() if value is not None}
-    if unsupported := [
-        name for name in _UNSUPPORTED.split() if given.get(name, 1) not in (0, 1, [])
-    ]:
+    settings = {}
+    if source == "auto":
+        for name, value in model.generation_config.to_diff_dict().items():
+            if value is not None:
+                settings[name] = value
+
+    unsupported = [name for name in _UNSUPPORTED if _has_effect(settings.get(name))]
+    if unsupported:
         warn_caller(
             f"settings of the model's generation config that are ignored: {', '.join(unsupported)}"
         )
+
+    temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+    top_k = settings.get("top_k", 0)
+    if top_k == -1:  # for all tokens
+        top_k = 0
     with raised_as(ValueError, "the model's generation config", ValueError):
         return SamplingParams(
-            temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
-            top_p=given.get("top_p", 1.0),
-            top_k=0 if given.get("top_k") == -1 else given.get("top_k", 0),
-            min_p=given.get("min_p", 0.0),
-            repetition_penalty=given.get("repetition_penalty", 1.0),
-            max_new_tokens=given.get("max_new_tokens", MAX_NEW_TOKENS),
+            temperature=temperature,
+            top_p=settings.get("top_p", 1.0),
+            top_k=top_k,
+            min_p=settings.get("min_p", 0.0),
+            repetition_penalty=settings.get("repetition_penalty", 1.0),
+            max_new_tokens=settings.get("max_new_tokens", MAX_NEW_TOKENS),
         )
+
+
+def _has_effect(value: Any) -> bool:
+    """Return whether a value of one of the unsupported settings changes an answer.
+
+    A number of 0 or 1 turns a penalty, a cutoff or a minimum off, as does an empty list.
+    """
+    if value is None:
+        return False
+    if isinstance(value, bool | int | float):
+        return value not in (0, 1)
+    return value != []

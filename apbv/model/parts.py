@@ -48,13 +48,16 @@ def hybrid_family(config: PreTrainedConfig) -> str | None:
 
 
 class UnsupportedModelError(ValueError):
-    """Raised if apbv's attention would compute a part of the model wrongly; the message names
-    it."""
+    """Raised if apbv would compute a part of the model wrongly; the message names it."""
 
 
 def _first_of(config: PreTrainedConfig, *names: str) -> Any:
     """Return the first field of these that a config has and that is neither empty nor 0; else 0."""
-    return next((value for name in names if (value := getattr(config, name, None))), 0)
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return value
+    return 0
 
 
 RULE_CHUNK = 64  # tokens for which transformers computes the rule of linear attention at once
@@ -93,8 +96,10 @@ class LinearSizes:
 
     @property
     def block_map(self) -> int:
-        """Count the numbers in a layer's map of a block: a bias like the state, and a transition
-        for each head."""
+        """Count the numbers in a layer's map of a block: a bias, and a transition for each head.
+
+        The bias is as large as the state.
+        """
         return self.state + self.value_heads * self.key_dim**2
 
     @property
@@ -105,19 +110,22 @@ class LinearSizes:
     @classmethod
     def from_config(cls, text: PreTrainedConfig) -> "LinearSizes | None":
         """Read the sizes from a text model's config; None if all of its layers have attention."""
-        types = enumerate(getattr(text, "layer_types", None) or ())
-        layers = tuple(index for index, layer_type in types if layer_type == "linear_attention")
+        layer_types = getattr(text, "layer_types", None) or ()
+        layers = []
+        for index, layer_type in enumerate(layer_types):
+            if layer_type == "linear_attention":
+                layers.append(index)
         if not layers:
             return None
-        names = (
-            "num_key_heads",
-            "num_value_heads",
-            "key_head_dim",
-            "value_head_dim",
-            "conv_kernel_dim",
+        return cls(
+            layers=tuple(layers),
+            key_heads=text.linear_num_key_heads,
+            value_heads=text.linear_num_value_heads,
+            key_dim=text.linear_key_head_dim,
+            value_dim=text.linear_value_head_dim,
+            kernel=text.linear_conv_kernel_dim,
+            is_joint=text.model_type == "qwen3_next",
         )
-        sizes = [getattr(text, f"linear_{name}") for name in names]
-        return cls(layers, *sizes, is_joint=text.model_type == "qwen3_next")
 
 
 @dataclass(frozen=True)
@@ -125,11 +133,11 @@ class DecoderSizes:
     """The sizes of a decoder with grouped-query attention and a gated MLP, or experts.
 
     Attributes:
-        intermediate: the width of the MLP; of experts those of all that compute one token.
+        intermediate: the width of the MLP; with experts the sum of the widths of all that compute
+            one token.
         experts, chosen_experts: how many experts a layer has, and how many of them compute a token;
             0: none.
-        linear: the sizes of those of the layers that have linear attention; None: all have
-            attention.
+        linear: the sizes of the layers that have linear attention; None: all have attention.
         deepstack: L, the number of first layers after which visual features are added to the hidden
             states (Qwen3-VL).
     """
@@ -148,14 +156,14 @@ class DecoderSizes:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
-        """Read the sizes from a transformers config of a text model or of a vision-language model
-        around one.
+        """Read the sizes from the config of a text model, or of a vision-language model around one.
 
         Args:
             others: a subclass's further fields.
         """
         text = config.get_text_config()
-        vision = getattr(config, "vision_config", None)
+
+        # The MLP, or the experts.
         width = _first_of(text, "intermediate_size")
         experts = _first_of(text, "num_experts", "n_routed_experts")
         num_active_experts = 0
@@ -172,16 +180,22 @@ class DecoderSizes:
             )
             dense_width = width if has_dense_layers else 0
             width = max(experts_width, dense_width)
+
+        # What older configs leave out.
+        head_dim = getattr(text, "head_dim", None)
+        if not head_dim:
+            head_dim = text.hidden_size // text.num_attention_heads
+        vision = getattr(config, "vision_config", None)
+        deepstack_layers = getattr(vision, "deepstack_visual_indexes", None) or ()
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             intermediate=width,
             heads=text.num_attention_heads,
             kv_heads=text.num_key_value_heads,
-            head_dim=getattr(text, "head_dim", None)
-            or text.hidden_size // text.num_attention_heads,
+            head_dim=head_dim,
             vocab=text.vocab_size,
-            deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+            deepstack=len(deepstack_layers),
             experts=experts,
             chosen_experts=num_active_experts,
             linear=LinearSizes.from_config(text),
@@ -214,21 +228,21 @@ class ModelParts:
         family: its ``model_type``.
         language_model: the decoder without its head; what runs sequence-parallel. It shares weights
             and hooks with the model's own where fused kernels can be used
-            (:mod:`apbv.model.fused`); else it is that.
+            (:mod:`apbv.model.fused`); else it is the model's own.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only
             models.
         audio_token_id: the placeholder for audio; None for models that take no audio.
-        backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
+        backend: what computes its attention, one of the backends of :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be captured as CUDA graphs, where that
             was tried. It is tried once: PyTorch does not give back the memory of a recording that
             failed.
-        sizes: those of the whole decoder.
+        sizes: the sizes of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0,
             1) where they are whole.
         embed_tokens: the layer that turns token ids into embeddings.
-        dtype, device: those of the weights.
+        dtype, device: of the weights.
         sees: whether the model reads images, and not only text.
         sees_video: whether it reads video, too.
         hears: whether the model reads audio, by itself or beside a video's frames.
@@ -263,62 +277,121 @@ class ModelParts:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
+    # What is read from the model when the parts are made.
+    sees: bool = field(init=False, repr=False, compare=False)
+    sees_video: bool = field(init=False, repr=False, compare=False)
+    hears: bool = field(init=False, repr=False, compare=False)
+    uses_mrope: bool = field(init=False, repr=False, compare=False)
+    sizes: DecoderSizes = field(init=False, repr=False, compare=False)
+    num_layers: int = field(init=False, repr=False, compare=False)
+    hidden_size: int = field(init=False, repr=False, compare=False)
+    head_dim: int = field(init=False, repr=False, compare=False)
+    vocab_size: int = field(init=False, repr=False, compare=False)
+    row_width: int = field(init=False, repr=False, compare=False)
+    tensor_parallel: tuple[int, int] = field(init=False, repr=False, compare=False)
+    num_kv_heads: int = field(init=False, repr=False, compare=False)
+    embed_tokens: nn.Module = field(init=False, repr=False, compare=False)
+    dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    device: torch.device = field(init=False, repr=False, compare=False)
+    num_rows_ending_video: int = field(init=False, repr=False, compare=False)
+    rows_per_tile: int | None = field(init=False, repr=False, compare=False)
+    patches_per_row: int | None = field(init=False, repr=False, compare=False)
+    packed_vision_tower: nn.Module | None = field(init=False, repr=False, compare=False)
+    audio_tower: nn.Module | None = field(init=False, repr=False, compare=False)
+    projector: nn.Module | None = field(init=False, repr=False, compare=False)
+    # The placeholders of video, images and audio; -1 for what the model does not take.
+    _placeholders: Tensor = field(init=False, repr=False, compare=False)
+    # Models of the first layers, by their number (with_first_layers).
+    _shallow: "dict[int, ModelParts]" = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
     def __post_init__(self):
-        config = self.model.config
-        family = self.family
+        self._set_inputs()
+        self._set_sizes()
+        self._set_weights()
+        self._set_vision()
+        self._set_towers()
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set a field while the parts, which are frozen, are made."""
+        object.__setattr__(self, name, value)
+
+    def _set_inputs(self) -> None:
+        """Set what the model takes beside text, and how its tokens are numbered."""
+        token_ids = []
+        for token_id in (self.video_token_id, self.image_token_id, self.audio_token_id):
+            token_ids.append(-1 if token_id is None else token_id)
+        self._set("sees", self.family in VISION_FAMILIES)
+        self._set("sees_video", self.family in VIDEO_FAMILIES)
+        self._set("hears", self.audio_token_id is not None)
+        self._set("uses_mrope", "mrope" in _FAMILIES[self.family])
+        self._set("_placeholders", torch.tensor(token_ids))
+
+    def _set_sizes(self) -> None:
+        """Set the sizes of the whole decoder, and of its head."""
         sizes = DecoderSizes.from_config(self.model.config)
-        uses_mrope = "mrope" in _FAMILIES[family]
+        self._set("sizes", sizes)
+        self._set("num_layers", sizes.layers)
+        self._set("hidden_size", sizes.hidden)
+        self._set("head_dim", sizes.head_dim)
+        self._set("vocab_size", self.lm_head.out_features)
+        self._set("row_width", (1 + sizes.deepstack) * sizes.hidden)
+
+    def _set_weights(self) -> None:
+        """Set where the decoder's weights are, and which share of them is on this process."""
+        embed_tokens = self.language_model.get_input_embeddings()
+        self._set("embed_tokens", embed_tokens)
+        self._set("dtype", embed_tokens.weight.dtype)
+        self._set("device", embed_tokens.weight.device)
+
         attention = next(
             layer.self_attn for layer in self.language_model.layers if not is_linear(layer)
         )
-        k_proj = attention.k_proj  # without a weight where that is packed
-        mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
-        member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        num_kv_heads = len(split_evenly(range(sizes.kv_heads), num_members)[member])
-        embed_tokens = self.language_model.get_input_embeddings()
-        placeholders = (self.video_token_id, self.image_token_id, self.audio_token_id)
-        placeholders = torch.tensor([-1 if number is None else number for number in placeholders])
-        found = {
-            "sizes": sizes,
-            "tensor_parallel": (member, num_members),
-            "embed_tokens": embed_tokens,
-            "dtype": embed_tokens.weight.dtype,
-            "device": embed_tokens.weight.device,
-            "_placeholders": placeholders,
-            "_shallow": {},
-            "sees": family in VISION_FAMILIES,
-            "sees_video": family in VIDEO_FAMILIES,
-            "hears": self.audio_token_id is not None,
-            "uses_mrope": uses_mrope,
-            "num_layers": sizes.layers,
-            "hidden_size": sizes.hidden,
-            "head_dim": sizes.head_dim,
-            "num_kv_heads": num_kv_heads,
-            "vocab_size": self.lm_head.out_features,
-            "row_width": (1 + sizes.deepstack) * sizes.hidden,
-            "num_rows_ending_video": int(family == "llava_onevision"),
-            "rows_per_tile": config.image_seq_length if family == "internvl" else None,
-            "patches_per_row": config.vision_config.spatial_merge_size**2 if uses_mrope else None,
-            "packed_vision_tower": _packed_vision_tower(self.model.model, family),
-            "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
-            "projector": self.model.model.multi_modal_projector
-            if family in _LLAVA_FAMILIES
-            else None,
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        weight = getattr(attention.k_proj, "weight", None)  # None where it is packed
+        mesh = getattr(weight, "device_mesh", None)
+        member = 0
+        num_members = 1
+        if mesh is not None:
+            member = mesh.get_local_rank()
+            num_members = mesh.size()
+        kv_heads_of_members = split_evenly(range(self.sizes.kv_heads), num_members)
+        self._set("tensor_parallel", (member, num_members))
+        self._set("num_kv_heads", len(kv_heads_of_members[member]))
+
+    def _set_vision(self) -> None:
+        """Set how the family counts visual tokens."""
+        config = self.model.config
+        num_rows_ending_video = 1 if self.family == "llava_onevision" else 0
+        rows_per_tile = config.image_seq_length if self.family == "internvl" else None
+        patches_per_row = None
+        if self.uses_mrope:
+            patches_per_row = config.vision_config.spatial_merge_size**2
+        self._set("num_rows_ending_video", num_rows_ending_video)
+        self._set("rows_per_tile", rows_per_tile)
+        self._set("patches_per_row", patches_per_row)
+
+    def _set_towers(self) -> None:
+        """Set the modules that encode images, video and audio."""
+        model = self.model.model
+        audio_tower = model.audio_tower if self.hears else None
+        projector = model.multi_modal_projector if self.family in _LLAVA_FAMILIES else None
+        self._set("packed_vision_tower", _packed_vision_tower(model, self.family))
+        self._set("audio_tower", audio_tower)
+        self._set("projector", projector)
 
     @cached_property
     def config_values(self) -> dict[str, Any]:
-        """The model's whole configuration, to compare with other hosts'; made once, as it takes
-        milliseconds."""
+        """The model's whole configuration, to compare with other hosts'.
+
+        It is made once, as that takes milliseconds.
+        """
         config = self.model.config
         return {"class": type(config).__name__, **json.loads(config.to_json_string())}
 
     @property
     def audio_unit(self) -> int:
-        """The number of spectrogram frames in the smallest piece of audio that can be encoded apart
-        from others.
+        """The spectrogram frames in the smallest piece of audio that can be encoded by itself.
 
         It is a window of the tower's convolutions and attention; where pairs of rows are pooled
         across the edge of windows, it is two of them.
@@ -329,23 +402,18 @@ class ModelParts:
 
     @property
     def max_position_embeddings(self) -> int:
-        """The number of positions that the model was made for, or that YaRN and its like stretched
-        it to."""
+        """The number of positions that the model was made for, or was stretched to (YaRN)."""
         config = self.language_model.config
         rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") not in (
-            "linear",
-            "dynamic",
-            "yarn",
-        ):  # others state what they were stretched to
+        # The configs of other types state what they were stretched to.
+        if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
             return config.max_position_embeddings
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         return max(config.max_position_embeddings, int(original * rope["factor"]))
 
     @property
     def rope_by_length(self) -> str | None:
-        """The type of rotary embedding, if its frequencies depend on the length of a sequence; else
-        None."""
+        """The type of rotary embedding if its frequencies depend on the length; else None."""
         return rope_by_length(self.language_model.config)
 
     def rotary_of_prompt(self, length: int) -> AbstractContextManager[None]:
@@ -356,7 +424,9 @@ class ModelParts:
                 part.
         """
         rotary = self.language_model.rotary_emb
-        return rotary.of_prompt(length) if isinstance(rotary, RotaryByLength) else nullcontext()
+        if not isinstance(rotary, RotaryByLength):
+            return nullcontext()
+        return rotary.of_prompt(length)
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
@@ -410,15 +480,16 @@ class ModelParts:
             ValueError: some have and some have not, for which there is no rule of positions.
         """
         config = self.model.config
-        before = input_ids[0, :-1]
-        first = input_ids[0, 1:]
-        opened = before == config.vision_start_token_id
-        heard = int((opened & (first == config.audio_start_token_id)).sum())
-        if heard and bool((opened & (first == self.video_token_id)).any()):
+        tokens = input_ids[0, :-1]
+        next_tokens = input_ids[0, 1:]
+        starts_vision = tokens == config.vision_start_token_id
+        has_heard = bool((starts_vision & (next_tokens == config.audio_start_token_id)).any())
+        has_silent = bool((starts_vision & (next_tokens == self.video_token_id)).any())
+        if has_heard and has_silent:
             raise ValueError(
                 "audio must be interleaved with the frames of all videos of a prompt, or of none"
             )
-        return heard > 0
+        return has_heard
 
     def num_image_rows(self, size: Tensor | None = None, is_tiled: bool = True) -> int:
         """Count the visual tokens of an image of a LLaVA model, by the model's own arithmetic.
@@ -433,15 +504,15 @@ class ModelParts:
         num_patches = _patches_per_side(config) ** 2
         if self.family == "llava":
             num_rows = num_patches + _num_class_tokens(config)
-            drops_first = config.vision_feature_select_strategy == "default"
-            return num_rows - 1 if drops_first else num_rows
+            if config.vision_feature_select_strategy == "default":
+                num_rows -= 1  # the first is dropped
+            return num_rows
         num_tiles = self._num_tiles(size) if is_tiled else 1
         tiles = torch.empty(num_tiles, num_patches, 1, device="meta")
         return len(self._packed_image(tiles, size, torch.empty(1, device="meta")))
 
     def image_cells(self, size: Tensor) -> Tensor | None:
-        """Number the 2 x 2 cells of patches in an image of LLaVA-1.5, LLaVA-NeXT or
-        LLaVA-NeXT-Video.
+        """Number the 2 x 2 cells of patches in an image of a LLaVA model.
 
         Args:
             size: ``[2]``, height and width of the image.
@@ -449,16 +520,16 @@ class ModelParts:
         Returns:
             For each of its visual tokens the number of its cell, within its tile; -1 for a class
             token and the newlines, which are in none. None where a patch is missing, or in another
-            family.
+            family than LLaVA-1.5, LLaVA-NeXT and LLaVA-NeXT-Video.
         """
         config = self.model.config
         side = _patches_per_side(config)
-        place = torch.arange(side) // 2
-        cells = (place[:, None] * side + place).flatten()
+        cell_of_side = torch.arange(side) // 2
+        cells = (cell_of_side[:, None] * side + cell_of_side).flatten()
         if self.family in _NEXT_FAMILIES:
-            first = torch.arange(self._num_tiles(size)) * side**2
+            first_cells = torch.arange(self._num_tiles(size)) * side**2
             # The model's own packing moves and cuts off numbers as it does embeddings.
-            tiles = (first[:, None] + cells).double()[..., None]
+            tiles = (first_cells[:, None] + cells).double()[..., None]
             newline = torch.full([1], -1.0, dtype=torch.float64)
             return self._packed_image(tiles, size, newline)[:, 0].long()
         num_rows = self.num_image_rows() if self.family == "llava" else 0
@@ -480,13 +551,21 @@ class ModelParts:
     def _packed_image(self, tiles: Tensor, size: Tensor, newline: Tensor) -> Tensor:
         """Let the model put the tiles ``[t, patches, d]`` of an image together: ``[rows, d]``."""
         config = self.model.config
-        packing = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
         if self.family in _NEXT_FAMILIES:
-            packing = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
-        (packed,), _ = self.model.model.pack_image_features(
-            [tiles], size[None], image_newline=newline, **packing
-        )
-        return packed
+            packed_images, _ = self.model.model.pack_image_features(
+                [tiles],
+                size[None],
+                image_newline=newline,
+                vision_feature_select_strategy=config.vision_feature_select_strategy,
+            )
+        else:
+            packed_images, _ = self.model.model.pack_image_features(
+                [tiles],
+                size[None],
+                image_newline=newline,
+                vision_aspect_ratio=getattr(config, "vision_aspect_ratio", None),
+            )
+        return packed_images[0]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -496,24 +575,25 @@ class ModelParts:
 
     @cached_property
     def weights_sample(self) -> bytes:
-        """A digest of a few numbers of every weight on this process, to compare with other hosts';
-        made once."""
+        """A digest of a few numbers of every weight on this process, to compare with other hosts'.
+
+        It is made once.
+        """
         return sample_digest(
             weight for weight in self.model.state_dict().values() if torch.is_tensor(weight)
         )
 
     def with_first_layers(self, count: int) -> "ModelParts":
-        """Return a model of the first layers of this one, its last norm and its head; they share
-        all weights.
+        """Return a model of the first layers of this one, its last norm and its head.
 
-        It is made once for each number of layers.
+        They share all weights. It is made once for each number of layers.
         """
         if count not in self._shallow:
             decoder = copy.copy(self.language_model)
             first_layers = nn.ModuleList(list(self.language_model.layers)[:count])
             decoder._modules = {**self.language_model._modules, "layers": first_layers}
             shallow = replace(self, language_model=decoder)
-            object.__setattr__(shallow, "num_layers", count)
+            shallow._set("num_layers", count)
             self._shallow[count] = shallow
         return self._shallow[count]
 
@@ -534,9 +614,10 @@ def inspect_model(
         BackendError: the backend cannot be used for this model on its device.
     """
     family = require_supported(model.config)
+    newer_versions = untried()
+    if newer_versions:
+        warn_caller(f"apbv was not tried yet with {newer_versions}")
     lm_head = model.get_output_embeddings()
-    if newer := untried():
-        warn_caller(f"apbv was not tried yet with {newer}")
     if lm_head is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head to generate with"
@@ -550,17 +631,17 @@ def inspect_model(
         family=family,
         language_model=language_model,
         lm_head=lm_head,
-        **{
-            f"{name}_token_id": _token_id(model.config, name)
-            for name in ("video", "image", "audio")
-        },
+        video_token_id=_token_id(model.config, "video"),
+        image_token_id=_token_id(model.config, "image"),
+        audio_token_id=_token_id(model.config, "audio"),
         backend=backend,
         decode=decode or DecodeConfig(),
     )
     groups = parts.sizes.heads // parts.sizes.kv_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
-    # To try an MLP that is shared out would be collective.
-    backend = backend if parts.tensor_parallel[1] == 1 else "torch"
+    if parts.tensor_parallel[1] > 1:
+        # To try an MLP that is shared out would be collective.
+        backend = "torch"
     language_model = with_fused_kernels(language_model, backend, parts.embed_tokens.weight)
     return replace(parts, language_model=language_model)
 
@@ -577,15 +658,20 @@ def require_supported(config: PreTrainedConfig) -> str:
             family, f"supported are {', '.join(VISION_FAMILIES + TEXT_FAMILIES)}"
         )
         raise UnsupportedModelError(f"{family} models are not supported; {why}")
-    first = tuple(_FAMILIES[family].get("since", (0, 0)))
-    if (installed := release("transformers")) < first:
-        needed, found = (".".join(map(str, each)) for each in (first, installed))
+    needed = tuple(_FAMILIES[family].get("since", (0, 0)))
+    installed = release("transformers")
+    if installed < needed:
         raise UnsupportedModelError(
-            f"{family} models need transformers {needed} or later, not {found}"
+            f"{family} models need transformers {_dotted(needed)} or later, not "
+            f"{_dotted(installed)}"
         )
     _refuse_other_towers(family, config)
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _refuse_other_towers(family: str, config: PreTrainedConfig) -> None:
@@ -635,10 +721,9 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
             f"{family} with a {config.model_type} language model is not supported"
         )
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    supported = (
-        "full_attention",
-        *(("linear_attention",) if "hybrid" in _FAMILIES[family] else ()),
-    )
+    supported = ["full_attention"]
+    if "hybrid" in _FAMILIES[family]:
+        supported.append("linear_attention")
     for index, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise UnsupportedModelError(
@@ -655,8 +740,8 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
 def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
     """Yield a decoder layer's numbers that tell models apart."""
     for name in (*SAMPLED_PROJECTIONS, *_LINEAR_PROJECTIONS):
-        parent, _, own = name.rpartition(".")
-        if hasattr(getattr(layer, parent, None), own):
+        parent, _, projection = name.rpartition(".")
+        if hasattr(getattr(layer, parent, None), projection):
             yield _first_weights(layer.get_submodule(name))
     if hasattr(layer.mlp, "gate_up_proj"):  # both in one
         yield _first_weights(layer.mlp.gate_up_proj)
@@ -666,29 +751,41 @@ def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _first_weights(linear: nn.Module) -> Tensor:
-    """Return a linear module's first row of weights; of packed ones as many numbers, as they are
-    stored."""
+    """Return a linear module's first row of weights.
+
+    Of packed weights, the rows as they are stored that together have as many numbers.
+    """
     state = linear.state_dict()  # not what bitsandbytes makes of it when it is first run
     weight = state["qweight" if "qweight" in state else "weight"]
-    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # this process's shard
-    first = weight[: max(1, linear.in_features // weight.shape[1])]
-    return first.dequantize() if hasattr(first, "__tensor_flatten__") else first
+    if hasattr(weight, "to_local"):
+        weight = weight.to_local()  # this process's shard
+    num_rows = max(1, linear.in_features // weight.shape[1])
+    first_rows = weight[:num_rows]
+    if hasattr(first_rows, "__tensor_flatten__"):
+        return first_rows.dequantize()
+    return first_rows
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
     """Return a batch's entries of these names, as tensors in CPU memory."""
-    return {
-        name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None
-    }
+    tensors = {}
+    for name in names:
+        if batch.get(name) is not None:
+            tensors[name] = torch.as_tensor(batch[name]).cpu()
+    return tensors
 
 
 def _packed_vision_tower(model: nn.Module, family: str) -> nn.Module | None:
     if family == "video_llama_3":
         return model.vision_model
-    return model.visual if "mrope" in _FAMILIES[family] else None
+    if "mrope" in _FAMILIES[family]:
+        return model.visual
+    return None
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
     """Find the placeholder's token id, whose field has different names in different families."""
     token_id = getattr(config, f"{modality}_token_id", None)
-    return getattr(config, f"{modality}_token_index", None) if token_id is None else token_id
+    if token_id is None:
+        token_id = getattr(config, f"{modality}_token_index", None)
+    return token_id

@@ -1,5 +1,4 @@
-"""Quantized checkpoints: whether they can be loaded here, loading them, and the size of their
-weights."""
+"""Quantized checkpoints: whether they can be loaded, loading them, and their weights' size."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -20,13 +19,13 @@ _SCALE_BYTES = 4
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return how a model's checkpoint is quantized, as its config says; None: it is not."""
-    found = (
-        getattr(each, "quantization_config", None) for each in (config, config.get_text_config())
-    )
-    found = next((each for each in found if each is not None), None)
-    if not found:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        settings = getattr(config.get_text_config(), "quantization_config", None)
+    if not settings:
         return None
-    settings = found if isinstance(found, dict) else found.to_dict()
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
     method = settings.get("quant_method", "bitsandbytes")  # whose older configs do not say so
     return settings | {"quant_method": getattr(method, "value", method)}
 
@@ -40,14 +39,12 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
     settings = quantization_of(config)
     if settings is None:
         return
-    from transformers.quantizers.auto import (
-        AutoHfQuantizer,
-    )  # takes seconds, as it imports the packages
+    # The import takes seconds, as it imports the packages.
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(
-            device_map=None, weights_only=True
-        )
+        quantizer = AutoHfQuantizer.from_config(deepcopy(settings))
+        quantizer.validate_environment(device_map=None, weights_only=True)
         _alone(settings)  # which older releases lack
         if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
             raise ValueError("its int4 weights need a GPU")
@@ -69,9 +66,8 @@ def load_quantized(
     settings = quantization_of(config)
     with _alone(settings):
         model = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
-        if hasattr(
-            model, "ct_decompress_hook"
-        ):  # of the whole model's forward, which apbv does not call
+        if hasattr(model, "ct_decompress_hook"):
+            # The hook is one of the whole model's forward, which apbv does not call.
             model.hf_quantizer.compressor.decompress_model(model)
     if is_made_dense(settings, device):
         _require_scales(path)
@@ -107,14 +103,15 @@ def _require_scales(path: str | Path) -> None:
 
 
 def is_made_dense(settings: dict[str, Any], device: torch.device) -> bool:
-    """Return whether transformers makes plain weights of a checkpoint, as there are no kernels for
-    it on a device."""
+    """Return whether transformers makes plain weights, as a device has no kernels for quantized."""
     return settings["quant_method"] == "fp8" and device.type == "cpu"
 
 
 def _alone(settings: dict[str, Any]) -> AbstractContextManager:
-    """Keep compressed-tensors from sharing its work among all processes, of which not all may load
-    this model."""
+    """Keep compressed-tensors from sharing its work among all processes.
+
+    Some of them may not load this model.
+    """
     if settings["quant_method"] != "compressed-tensors":
         return nullcontext()
     from compressed_tensors.offload import as_single_threaded
@@ -143,15 +140,24 @@ def weight_size(
     skipped = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or []
     if not should_convert_module(name, skipped):
         return itemsize
+    # Bits per number, and numbers per scale.
     row = module.in_features
-    dense = (8 * itemsize, module.in_features)
-    packed = settings.get("bits"), settings.get("group_size")
-    # Which compressed-tensors makes of all.
-    bits, group = {
-        "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),
-        "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
-        "gptq": packed,
-        "awq": packed,
-        "fp8": dense if is_made_dense(settings, device) else (8, row),
-    }.get(settings["quant_method"], dense)
-    return bits / 8 + _SCALE_BYTES / (group if group > 0 else row)
+    method = settings["quant_method"]
+    if method == "bitsandbytes" and settings.get("load_in_4bit"):
+        bits = 4
+        group = 64
+    elif method == "torchao" and "Int4" in str(settings):
+        bits = 4
+        group = 32
+    elif method in ("gptq", "awq"):
+        bits = settings.get("bits")
+        group = settings.get("group_size")
+    elif method in ("bitsandbytes", "torchao", "fp8") and not is_made_dense(settings, device):
+        bits = 8
+        group = row
+    else:  # made dense, as compressed-tensors does with all
+        bits = 8 * itemsize
+        group = row
+    if group <= 0:
+        group = row
+    return bits / 8 + _SCALE_BYTES / group

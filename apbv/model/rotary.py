@@ -1,5 +1,4 @@
-"""Rotary frequencies that depend on the length of a sequence: ``dynamic`` NTK scaling, and
-``longrope``'s switch.
+"""Rotary frequencies that depend on a sequence's length: ``dynamic`` NTK scaling, and ``longrope``.
 
 transformers takes the largest position of a forward pass for the length, and remembers it in the
 model. Where a prompt is split over hosts, each of them would take its own largest position, and
@@ -24,8 +23,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def rope_by_length(config: PreTrainedConfig) -> str | None:
-    """Return the type of a text model's rotary embedding if its frequencies depend on the length,
-    else None."""
+    """Return a text model's type of rotary embedding if it depends on the length; else None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     rope_type = parameters.get("rope_type")
     return rope_type if rope_type in _BY_LENGTH else None
@@ -92,15 +90,15 @@ class RotaryByLength(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         config = self._own.config
         frequencies = ROPE_INIT_FUNCTIONS[rope_by_length(config)]
-        own = copy.copy(self._own)
-        inv_freq, own.attention_scaling = frequencies(config, x.device, seq_len=length)
-        own._buffers = {**own._buffers, "inv_freq": inv_freq}
-        return self._rotate(own, x, position_ids)
+        module = copy.copy(self._own)
+        inv_freq, attention_scaling = frequencies(config, x.device, seq_len=length)
+        module.attention_scaling = attention_scaling
+        module._buffers = {**module._buffers, "inv_freq": inv_freq}
+        return self._rotate(module, x, position_ids)
 
 
 def with_rotary_by_length(decoder: nn.Module) -> nn.Module:
-    """Return a decoder with the same weights whose frequencies follow :class:`RotaryByLength`, if
-    they vary."""
+    """Return a decoder with the same weights, with :class:`RotaryByLength` if frequencies vary."""
     if rope_by_length(decoder.config) is None:
         return decoder
     decoder = copy.copy(decoder)

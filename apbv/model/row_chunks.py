@@ -1,5 +1,4 @@
-"""Runs a decoder's norms and MLPs on a long prompt in chunks of rows, inside a context manager
-only.
+"""Runs a decoder's norms and MLPs on a long prompt in chunks of rows, in a context manager.
 
 What they compute of a row depends on that row alone, and between input and output they hold several
 times as much: an MLP three times its width, a norm two copies in fp32. Of 148,000 tokens that is 17
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .parts import DecoderSizes, ModelParts
 
@@ -57,13 +56,16 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
             # It is one of these where another such block of this model is around.
             if most_rows > rows and not isinstance(before, _InChunks):
                 module.forward = _InChunks(module.forward, rows)
-                undo = (
-                    (delattr, module, "forward")
-                    if before is None
-                    else (setattr, module, "forward", before)
-                )
-                stack.callback(*undo)
+                stack.callback(_restore_forward, module, before)
         yield
+
+
+def _restore_forward(module: nn.Module, wrapper: Callable | None) -> None:
+    """Give a module the wrapper that it had, or else the forward of its class."""
+    if wrapper is None:
+        del module.forward
+    else:
+        module.forward = wrapper
 
 
 def chunk_rows(device: torch.device, row_bytes: int) -> int:
@@ -82,9 +84,9 @@ def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) 
     Each of a row's experts has these, a copy of the row, and its own result before and after its
     weight.
     """
-    return (
-        3 * ceil(sizes.intermediate / tensor_parallel) + 3 * sizes.chosen_experts * sizes.hidden
-    ) * itemsize
+    width = ceil(sizes.intermediate / tensor_parallel)
+    num_values = 3 * width + 3 * sizes.chosen_experts * sizes.hidden
+    return num_values * itemsize
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,15 @@ class _InChunks:
         num_rows = states.shape[1]
         if num_rows <= self.most_rows:
             return self.forward(states)
-        rows = -(-num_rows // -(-num_rows // self.most_rows))
-        rows = min(rows + -rows % _ROWS_OF_A_TILE, self.most_rows)
+        num_chunks = ceil(num_rows / self.most_rows)
+        whole_tiles = ceil(ceil(num_rows / num_chunks) / _ROWS_OF_A_TILE)
+        rows = min(whole_tiles * _ROWS_OF_A_TILE, self.most_rows)
         out = None
         for start in range(0, num_rows, rows):
             # Without the stride of the longer batch, for which torch multiplies by a batch of
             # weights.
-            made = self.forward(states[0, start : start + rows][None])
+            result = self.forward(states[0, start : start + rows][None])
             if out is None:
-                out = made.new_empty(1, num_rows, made.shape[-1])
-            out[:, start : start + rows] = made
+                out = result.new_empty(1, num_rows, result.shape[-1])
+            out[:, start : start + rows] = result
         return out

@@ -19,18 +19,18 @@ def is_nearly_sorted(times: np.ndarray) -> bool:
 
 
 def length_of_last(times: np.ndarray, lengths: np.ndarray) -> float:
-    """Return how long the last frame is shown, if the container knows how long frames are, as the
-    others show.
+    """Return how long the last frame is shown, if the container knows; else 0.
+
+    It knows if the lengths that it gives for the other frames agree with their times.
 
     Args:
         times: ascending.
-        lengths: what it says, in the same units.
-
-    Returns:
-        0 if it does not know.
+        lengths: of the frames, as the container gives them, in the same units.
     """
-    off = np.abs(np.diff(times) - lengths[:-1])
-    return float(lengths[-1]) if len(off) and np.median(off) <= 1 else 0.0
+    differences = np.abs(np.diff(times) - lengths[:-1])
+    if len(differences) and np.median(differences) <= 1:
+        return float(lengths[-1])
+    return 0.0
 
 
 def is_constant(seconds: np.ndarray, fps: float) -> bool:
@@ -51,11 +51,14 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
         float64, ascending from 0; ``[S, 2]``, of every recording the first time in the file, and
         here; and how many were estimated, between their neighbours. None if no time is known.
     """
-    found = np.array([np.nan if time is None else time for time in times])
-    places = np.flatnonzero(~np.isnan(found))
+    # The known times, and the numbers of their frames.
+    all_times = np.array([np.nan if time is None else time for time in times])
+    places = np.flatnonzero(~np.isnan(all_times))
     if not len(places):
         return None
-    known = found[places]
+    known = all_times[places]
+
+    # Sort them where they are decoding times; else leave out single ones that do not fit.
     in_order = np.sort(known)
     most = _MOST_DELAYED * np.median(np.diff(in_order)) if len(known) > 1 else 0
     if (np.maximum.accumulate(known) - known).max() <= most:
@@ -70,17 +73,28 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
         fits[1:-1] = ~((before <= after) & ((here < before) | (here > after)))
         places = places[fits]
         known = known[fits]
+
+    # The usual step from one frame to the next.
     steps = np.diff(known) / np.diff(places)
-    step = float(np.median(steps[steps >= 0])) if (steps >= 0).any() else 1.0
+    step = 1.0
+    if (steps >= 0).any():
+        step = float(np.median(steps[steps >= 0]))
+
+    # Join recordings: each begins one step after the one before.
     anew = np.flatnonzero(steps < 0) + 1
     first = known[0] - places[0] * step
-    starts = np.concatenate([[first], known[anew]])
     shifts = np.zeros(len(known))
     shifts[anew] = known[anew - 1] + step * (places[anew] - places[anew - 1]) - known[anew]
     settled = known + np.cumsum(shifts) - first
-    everything = np.arange(len(found))
-    full = np.interp(everything, places, settled)
-    full[: places[0]] = everything[: places[0]] * step
-    full[places[-1] :] = settled[-1] + (everything[places[-1] :] - places[-1]) * step
-    clock = np.stack([starts, np.concatenate([[0.0], settled[anew]])], axis=1)
-    return full, clock, len(found) - len(places)
+    starts_in_file = np.concatenate([[first], known[anew]])
+    starts_here = np.concatenate([[0.0], settled[anew]])
+    clock = np.stack([starts_in_file, starts_here], axis=1)
+
+    # Estimate the times that are missing: between the known ones, before the first, after the last.
+    numbers = np.arange(len(all_times))
+    full = np.interp(numbers, places, settled)
+    first_place = places[0]
+    last_place = places[-1]
+    full[:first_place] = numbers[:first_place] * step
+    full[last_place:] = settled[-1] + (numbers[last_place:] - last_place) * step
+    return full, clock, len(all_times) - len(places)

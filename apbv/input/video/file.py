@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
-from operator import attrgetter
 
 import av
 import numpy as np
@@ -49,19 +48,19 @@ class VideoInfo:
         height, width: pixels, as displayed.
         most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first
             one's size.
-        fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame
-            what the container says.
+        fps: frames per second on average: (num_frames - 1) / (last - first time); for a single
+            frame the container's rate.
         has_constant_rate: whether every frame is shown at its number / ``fps``, to 50 ms.
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed
             first, then flipped.
         duration: the length in seconds, with the last frame shown as long as the container says,
-            else for a usual frame interval.
-        clock: float64 ``[S, 2]``: of every recording in the file, one after the other, the time of
+            or for a usual frame interval.
+        clock: float64 ``[S, 2]``: for every recording in the file, one after the other, the time of
             its first frame in the file, and in ``timestamps``.
         pts: int64, the frames' presentation times in units of the stream's time base; empty where
             the file must be decoded from the start.
-        keys: int64 ``[K, 2]``, of the packets where decoding may start the presentation and
-            decoding time, ascending.
+        keys: int64 ``[K, 2]``, the presentation and decoding times of the packets where decoding
+            may start, ascending.
     """
 
     path: str
@@ -94,11 +93,30 @@ class VideoInfo:
     @classmethod
     def from_bytes(cls, data: bytes) -> "VideoInfo":
         """Deserialise the output of :meth:`to_bytes`, without executing any of it."""
+        values = {}
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-            values = {entry.name: stored[entry.name] for entry in fields(cls)}
-        return cls(
-            **{name: value if value.ndim else value.item() for name, value in values.items()}
-        )
+            for entry in fields(cls):
+                value = stored[entry.name]
+                values[entry.name] = value if value.ndim else value.item()
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class _Packets:
+    """What the packets of a stream say, in the order of the file.
+
+    Attributes:
+        pts, dts: int64, presentation and decoding times; _NO_TIME where there is none.
+        is_key: bool, whether decoding may start there.
+        is_shown: bool, whether it has a frame of its own that is displayed.
+        durations: int64; 0 where it is unknown.
+    """
+
+    pts: np.ndarray
+    dts: np.ndarray
+    is_key: np.ndarray
+    is_shown: np.ndarray
+    durations: np.ndarray
 
 
 class VideoFile(AbstractContextManager):
@@ -106,7 +124,7 @@ class VideoFile(AbstractContextManager):
 
     Attributes:
         stream: the video stream.
-        reader: what its packets have told so far.
+        reader: reads what its packets say of their frames.
 
     Raises:
         VideoError: the file is missing, or no video that ffmpeg can open.
@@ -134,7 +152,7 @@ class VideoFile(AbstractContextManager):
             self._container.close()
             raise self.error("has no video stream that can be decoded")
         codec = self.stream.codec_context
-        # Damage that the h264 decoder conceals it reports reliably only with a single thread.
+        # With several threads the h264 decoder does not always report damage that it conceals.
         codec.thread_count = 1
         # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In
         # HEVC it leaves out a sub-layer non-reference picture (H.265, 7.4.2.2), to which frames of
@@ -149,21 +167,58 @@ class VideoFile(AbstractContextManager):
     def list_times(
         self, check: Callable[[int], None] | None
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Read all packets for the frames' times and the keyframes'; none where these packets do
-        not tell them.
+        """List the times of frames and keyframes from all packets; none where they don't tell them.
 
         Args:
             check: called with the number of each packet before it is listed.
 
         Returns:
-            As :attr:`VideoInfo.pts` and :attr:`VideoInfo.keys`, and how long the last frame is
-            shown, in units of the time base, 0 if that is unknown.
+            :attr:`VideoInfo.pts`, :attr:`VideoInfo.keys`, and how long the last frame is shown, in
+            units of the time base, 0 if that is unknown.
 
         Raises:
             VideoError: the file is cut short or has no frames.
         """
+        no_times = np.empty(0, np.int64), np.empty((0, 2), np.int64), 0
+        packets = self._list_packets(check)
+        pts = packets.pts
+        is_key = packets.is_key
+        is_shown = packets.is_shown
+        if not is_shown.any():
+            raise self.error("has no video frames")
+        first = int(is_key.argmax())
+        if not is_key[first] or self.reader.refreshes:
+            return no_times  # only the decoder knows from where on frames are whole
+        is_first = np.arange(len(pts)) == first
+
+        # Frames that come or are displayed before the first keyframe refer to some that were cut
+        # away.
+        is_frame = is_shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
+        if not is_frame.any() or not self._can_trust(packets, first):
+            return no_times
+
+        # The frames, in the order in which they are displayed.
+        order = pts[is_frame].argsort(kind="stable")
+        times = pts[is_frame][order]
+        length = length_of_last(times, packets.durations[is_frame][order])
+
+        # Decoding starts at keyframes that share their times with no other frame.
+        repeated_times = times[1:][np.diff(times) == 0]
+        is_start = is_key & (pts != _NO_TIME) & (~np.isin(pts, repeated_times) | is_first)
+        keys = np.stack([pts[is_start], packets.dts[is_start]], axis=1)
+        return times, keys[keys[:, 0].argsort(kind="stable")], length
+
+    def _list_packets(self, check: Callable[[int], None] | None) -> "_Packets":
+        """Read all packets.
+
+        Args:
+            check: called with the number of each packet before it is listed.
+
+        Raises:
+            VideoError: the file is cut short.
+        """
         container = self._container
-        codec = self.stream.codec_context
+        is_vp8 = self.stream.codec_context.name == "vp8"
         rows = []
         for packet in container.demux(self.stream):
             if check is not None:
@@ -176,48 +231,48 @@ class VideoFile(AbstractContextManager):
             is_key, is_second = self.reader.read(packet, packet.is_keyframe)
             # VP8 has packets that are only referred to; a bit of the header says whether to show
             # them.
-            is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
-            shown = not (packet.is_discard or is_hidden or is_second)
+            is_hidden = is_vp8 and not memoryview(packet)[0] & 0x10
+            is_shown = not (packet.is_discard or is_hidden or is_second)
             pts = _NO_TIME if packet.pts is None else packet.pts
             dts = _NO_TIME if packet.dts is None else packet.dts
-            rows.append((pts, dts, is_key, shown, packet.duration or 0))
+            rows.append((pts, dts, is_key, is_shown, packet.duration or 0))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
-        nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64), 0
         table = np.array(rows, np.int64).reshape(-1, 5)
-        pts = table[:, 0]
-        (is_key, shown) = table[:, 2:4].T.astype(bool)
-        if not shown.any():
-            raise self.error("has no video frames")
-        first = int(is_key.argmax())
-        if (
-            not is_key[first] or self.reader.refreshes
-        ):  # only the decoder knows from where on frames are whole
-            return nothing
-        # What comes or is displayed before it refers to frames that were cut away.
-        frames = shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
-        are_stored = container.format.name in _STORES_PTS or is_key.all()
-        # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding
-        # times.
-        are_of_decoding = (
-            codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) >= 0).all()
+        return _Packets(
+            pts=table[:, 0],
+            dts=table[:, 1],
+            is_key=table[:, 2].astype(bool),
+            is_shown=table[:, 3].astype(bool),
+            durations=table[:, 4],
         )
+
+    def _can_trust(self, packets: "_Packets", first: int) -> bool:
+        """Return whether packets have the presentation times of their frames, and seeks find them.
+
+        Args:
+            first: the number of the first keyframe.
+        """
+        codec = self.stream.codec_context
+        pts = packets.pts
+        is_key = packets.is_key
+        is_shown = packets.is_shown
+        shown_times = pts[is_shown]
+        if self._container.format.name not in _STORES_PTS and not is_key.all():
+            return False
+        if _NO_TIME in shown_times or not is_nearly_sorted(shown_times):
+            return False
+        # Frames are reordered, by their header or as seen on opening, yet times ascend: these are
+        # decoding times.
+        if codec.has_b_frames and len(shown_times) > 1 and (np.diff(shown_times) >= 0).all():
+            return False
         # Whatever comes before a keyframe is displayed before it, but for another recording.
-        latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
-        are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
-        are_known &= bool((pts >= latest)[shown & is_key].all())
-        are_known &= bool((pts[is_key] == pts[first]).sum() == 1)  # else a seek may find another
-        if not (are_stored and are_known and frames.any()) or are_of_decoding:
-            return nothing
-        order = pts[frames].argsort(kind="stable")
-        listed = pts[frames][order]
-        last = length_of_last(pts[frames][order], table[frames, 4][order])
-        # Decoding starts at frames that no other shares its time with.
-        twins = listed[1:][np.diff(listed) == 0]
-        is_key &= (pts != _NO_TIME) & (~np.isin(pts, twins) | (np.arange(len(pts)) == first))
-        keys = table[is_key, :2]
-        return listed, keys[keys[:, 0].argsort(kind="stable")], last
+        latest = np.maximum.accumulate(np.where(is_shown, pts, pts[first]))
+        if not (pts >= latest)[is_shown & is_key].all():
+            return False
+        # A seek to the first keyframe must not find another.
+        return int((pts[is_key] == pts[first]).sum()) == 1
 
     def frames_from(
         self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] | None = None
@@ -226,8 +281,8 @@ class VideoFile(AbstractContextManager):
 
         Args:
             key: a row of :attr:`VideoInfo.keys`.
-            wanted: of the wanted frames, for each presentation time how many of the frames that
-                have it.
+            wanted: for each presentation time of a wanted frame, how many of the frames of that
+                time are wanted.
             check: called between packets; what it raises ends the decoding.
 
         Yields:
@@ -238,23 +293,26 @@ class VideoFile(AbstractContextManager):
             VideoError: a frame up to the last wanted one is damaged.
         """
         key_time = int(key[0])
-        unfed = dict(wanted)
-        seen = Counter()
-        needed = True
+        num_unfed = dict(wanted)  # wanted frames whose packets were not fed yet, by their times
+        num_yielded = Counter()  # frames, by their times
+        num_frames = sum(wanted.values())
+        is_needed = True
         has_begun = False
-        missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
             if check is not None:
                 check()
-            is_second = packet is not None and self.reader.read(packet, False)[1]
-            # Nothing more is fed once the last wanted frame is in: the decoder is drained.
-            if not unfed and not is_second:
+
+            # Feed the packet; once the last wanted frame is in, drain the decoder instead.
+            is_second_field = False
+            if packet is not None:
+                _, is_second_field = self.reader.read(packet, False)
+            if not num_unfed and not is_second_field:
                 packet = None
-            if not is_second:
-                needed = packet is None or packet.pts in wanted or packet.pts == key_time
-            for frame in self.decode(packet, needed):
+            if not is_second_field:
+                is_needed = packet is None or packet.pts in wanted or packet.pts == key_time
+            for frame in self.decode(packet, is_needed):
                 if frame.pts is None or frame.pts < key_time:
-                    continue  # displayed before the keyframe: may lack what it refers to
+                    continue  # displayed before the keyframe: it may refer to frames before that
                 # A keyframe that is predicted from others is not one, except an interlaced one's
                 # second field.
                 is_predicted = (
@@ -269,27 +327,28 @@ class VideoFile(AbstractContextManager):
                         f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s"
                     )
                 has_begun = True
-                if seen[frame.pts] < wanted.get(frame.pts, 0):
-                    yield seen[frame.pts], frame
-                    seen[frame.pts] += 1
-                    missing -= 1
+                if num_yielded[frame.pts] < wanted.get(frame.pts, 0):
+                    yield num_yielded[frame.pts], frame
+                    num_yielded[frame.pts] += 1
             if packet is None:
                 break
-            if packet.pts in unfed and not (is_second or packet.is_discard):
-                unfed[packet.pts] -= 1
-                if not unfed[packet.pts]:
-                    del unfed[packet.pts]
-        if missing:
+
+            # Count it.
+            if packet.pts in num_unfed and not (is_second_field or packet.is_discard):
+                num_unfed[packet.pts] -= 1
+                if not num_unfed[packet.pts]:
+                    del num_unfed[packet.pts]
+        num_missing = num_frames - num_yielded.total()
+        if num_missing:
             raise NotWholeError(
-                f"{self.path}: a frame cannot be decoded: {missing} of {total} are missing"
+                f"{self.path}: a frame cannot be decoded: {num_missing} of {num_frames} are missing"
             )
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
-        """Read from a keyframe's packet on: after a seek, or where none finds it, from the
-        start."""
+        """Read from a keyframe's packet on: after a seek, or if none finds it, from the start."""
         self.reader.restart()
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek
-        # at all.
+        # at all: the last try, None, is from the start.
         for target in (*key.tolist(), None):
             if target is None:
                 self._container.close()
@@ -305,21 +364,20 @@ class VideoFile(AbstractContextManager):
             for packet in packets:
                 if packet.pts == key[0] and packet.is_keyframe:
                     yield packet
-                    yield from filter(attrgetter("size"), packets)
+                    for next_packet in packets:
+                        if next_packet.size:
+                            yield next_packet
                     return
-                if (
-                    target is not None
-                    and packet.is_keyframe
-                    and (packet.pts is None or packet.pts > key[0])
-                ):
+                is_past = packet.is_keyframe and (packet.pts is None or packet.pts > key[0])
+                if is_past and target is not None:
                     break
         raise self.error("changed since it was probed")
 
     def decode(self, packet: av.Packet | None, needed: bool = True) -> list[av.VideoFrame]:
-        """Return the frames that the decoder gives out on one more packet; on None, those that it
-        still holds.
+        """Return the frames that the decoder gives out on one more packet.
 
         Args:
+            packet: None: no more come, and the decoder gives out those that it still has.
             needed: false where the packet's own frame is of no use. Where no other frame refers to
                 it, the decoder then leaves it out, if that changes no others.
         """
@@ -344,12 +402,11 @@ class VideoFile(AbstractContextManager):
 
 
 def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -> VideoInfo:
-    """List the frames of a file's video stream: of several the one that FFmpeg takes, but never a
-    cover.
+    """List the frames of a file's video stream; if it has several, the one that FFmpeg prefers.
 
-    This reads all packets and decodes one frame; it decodes all where packet times cannot be
-    trusted (see :mod:`apbv.input.video`). Where frames have no time of their own, a warning says
-    how many.
+    A cover is never taken. This reads all packets and decodes one frame; it decodes all where
+    packet times cannot be trusted (:mod:`apbv.input.video`). Where frames have no time of their
+    own, a warning says how many.
 
     Args:
         check: called with the number of each packet before it is listed, and of each frame that has
@@ -361,7 +418,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
     """
     path = os.fsdecode(path)
     with VideoFile(path) as file:
-        pts, keys, last = file.list_times(check)
+        # Times of frames, in units: from the packets, or else by decoding all frames.
+        pts, keys, length_of_last_frame = file.list_times(check)
         rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
         unit = file.stream.time_base
         first = None
@@ -376,44 +434,52 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
                 pts = pts[:0]
                 keys = keys[:0]
         if first is None:
-            times = []
+            frame_times = []
             lengths = []
             most_pixels = 0
             for number, frame in enumerate(file.decode_all(threads=0)):
                 if check is not None:
                     check(number)
                 first = first or frame
-                times.append(frame.pts)
+                frame_times.append(frame.pts)
                 most_pixels = max(most_pixels, frame.width * frame.height)
                 lengths.append(frame.duration or 0)
             if first is None:
                 raise file.error("has no video frames")
-            settled = settle(times)
+            settled = settle(frame_times)
             if settled is None:
-                times = np.arange(len(times))
+                times = np.arange(len(frame_times))
                 clock = np.zeros((1, 2))
                 unit = 1 / rate
-                last = 0.0
+                length_of_last_frame = 0.0
             else:
                 times, clock, num_estimated = settled
-                last = length_of_last(times, np.array(lengths))
+                length_of_last_frame = length_of_last(times, np.array(lengths))
                 if num_estimated:
-                    shown = (
-                        f"{num_estimated} of {len(times)} frames have no time of their own in the "
-                        "file"
+                    warn_caller(
+                        f"{path}: {num_estimated} of {len(times)} frames have no time of their own "
+                        "in the file; it is estimated"
                     )
-                    warn_caller(f"{path}: {shown}; it is estimated")
+
+        # Seconds, and the rate.
         timestamps = times * unit.numerator / unit.denominator
         if not timestamps[-1]:  # all the same: they tell nothing
             timestamps = np.arange(len(times)) / float(rate)
-        fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
-        interval = 1 / fps
-        shown = last * float(unit)
+        fps = float(rate)
+        if timestamps[-1] > 0:
+            fps = (len(times) - 1) / float(timestamps[-1])
         has_constant_rate = is_constant(timestamps, fps)
-        if has_constant_rate:  # some containers' lengths are imprecise, or those of fields
-            shown = shown if shown > 1.5 * interval else interval
-        elif shown <= 0:
-            shown = float(np.median(np.diff(timestamps)))
+
+        # For how long the last frame is shown.
+        interval = 1 / fps
+        last_seconds = length_of_last_frame * float(unit)
+        if has_constant_rate:
+            # Some containers' lengths are imprecise, or of fields.
+            if last_seconds <= 1.5 * interval:
+                last_seconds = interval
+        elif last_seconds <= 0:
+            last_seconds = float(np.median(np.diff(timestamps)))
+
         transpose, flip_vertical, flip_horizontal = _orientation(file, first)
         return VideoInfo(
             path=path,
@@ -424,7 +490,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
             most_pixels=max(most_pixels, first.width * first.height),
             fps=fps,
             has_constant_rate=has_constant_rate,
-            duration=float(timestamps[-1]) + shown,
+            duration=float(timestamps[-1]) + last_seconds,
             clock=clock * float(unit),
             transpose=transpose,
             flip_vertical=flip_vertical,

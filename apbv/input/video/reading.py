@@ -14,12 +14,11 @@ from ...hosts import fair_share_of_cores
 from ...warn import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
-# Frames after which a run of wanted frames may be split at a keyframe, for several threads to
-# share.
+# Frames after which a run of frames may be split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
 # Seconds by which equal times may differ: times are sums of a container's units.
 _SAME_TIME = 1e-6
-# How much larger than the first frame, in pixels, another may be that was not announced.
+# By how many times an unannounced frame may have more pixels than the first.
 MOST_TIMES_LARGER = 16
 AtWork = Callable[[], AbstractContextManager]
 
@@ -48,8 +47,10 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
 
 
 def frames_within(info: VideoInfo, start: float | None, end: float | None) -> range:
-    """Return the frames whose times, in seconds, lie from ``start`` to ``end``, both included;
-    None: no limit.
+    """Return the frames whose times lie from ``start`` to ``end``, both included.
+
+    Args:
+        start, end: seconds; None: no limit.
 
     Raises:
         VideoError: the video ends before ``start``, or has no frame there.
@@ -72,10 +73,10 @@ def frames_within(info: VideoInfo, start: float | None, end: float | None) -> ra
 
 def length_of(info: VideoInfo, frames: range) -> float:
     """Return for how many seconds adjacent frames are shown, the last up to the next one."""
-    is_last = frames.stop == info.num_frames
-    return float(
-        (info.duration if is_last else info.timestamps[frames.stop]) - info.timestamps[frames.start]
-    )
+    end = info.duration
+    if frames.stop < info.num_frames:
+        end = info.timestamps[frames.stop]
+    return float(end - info.timestamps[frames.start])
 
 
 def sample_fps(
@@ -85,18 +86,19 @@ def sample_fps(
     min_frames: int = 1,
     within: range | None = None,
 ) -> list[int]:
-    """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending,
-    distinct.
+    """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last.
 
     The frames are found by their timestamps, which is right for a variable frame rate too; of two
-    equally near, the earlier. An ``fps`` well above the video's own gives every frame.
+    equally near, the earlier. Their indices are distinct and ascend. An ``fps`` well above the
+    video's own gives every frame.
 
     Args:
         info: the video.
         fps: frames per second.
-        max_frames: where the times make more frames than this, the result is :func:`sample_uniform`
-            of that many instead.
-        min_frames: as with ``max_frames``, where they make fewer.
+        max_frames: where the times give more frames than this, this number is sampled by
+            :func:`sample_uniform` instead.
+        min_frames: where the times give fewer frames than this, this number is sampled by
+            :func:`sample_uniform` instead.
         within: the frames among which to sample, from the time of their first; None: all.
 
     Raises:
@@ -115,10 +117,11 @@ def sample_fps(
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
     count = np.floor(edges * fps + 1e-6)
     chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
-    wanted = max(len(chosen), min_frames)
-    wanted = wanted if max_frames is None else min(wanted, max_frames)
-    if wanted != len(chosen):
-        chosen = sample_uniform(len(within), wanted)
+    num_frames = max(len(chosen), min_frames)
+    if max_frames is not None:
+        num_frames = min(num_frames, max_frames)
+    if num_frames != len(chosen):
+        chosen = sample_uniform(len(within), num_frames)
     return [within[index] for index in chosen]
 
 
@@ -140,13 +143,12 @@ def iter_frames(
     threads: int = 0,
     at_work: AtWork = nullcontext,
 ) -> Iterator[np.ndarray]:
-    """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed,
-    in order.
+    """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed.
 
     Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding
     seeks wherever a keyframe lets it skip packets, leaves out frames that are neither wanted nor
-    needed by others, and goes on while a chunk is in use. Besides the chunks that were given out
-    there are at most two in memory, and in each thread one frame and what its decoder holds.
+    needed by others, and goes on while a chunk is in use. Besides the chunks that were yielded
+    there are at most two in memory, and in each thread one frame and those in its decoder.
     Closing the iterator ends the threads and closes the file.
 
     Args:
@@ -162,80 +164,104 @@ def iter_frames(
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the
             decoder notices, or does not come; or the frame size changes, or the file. It may be
             raised before the frame's own chunk, and after the last.
-        ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
-        IndexError: an index is out of range.
+        ValueError: the indices do not ascend, or chunk_len < 1; raised by the call itself.
+        IndexError: an index is out of range; raised by the call itself.
     """
-    wanted = list(map(int, indices))
-    if wanted != sorted(set(wanted)):
+    frames = [int(index) for index in indices]
+    if frames != sorted(set(frames)):
         raise ValueError("frame indices must be strictly ascending")
-    if wanted and (wanted[0] < 0 or wanted[-1] >= info.num_frames):
-        raise IndexError(f"frame indices {wanted[0]}..{wanted[-1]} of {info.num_frames} frames")
+    if frames and (frames[0] < 0 or frames[-1] >= info.num_frames):
+        raise IndexError(f"frame indices {frames[0]}..{frames[-1]} of {info.num_frames} frames")
     if chunk_len < 1:
         raise ValueError(f"need chunk_len >= 1, got {chunk_len}")
     threads = threads or fair_share_of_cores()
-    return _decoded(info, wanted, chunk_len, threads, at_work)
+    return _decoded(info, frames, chunk_len, threads, at_work)
 
 
-def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
-    """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs
-    at keyframes.
+def plan_runs(info: VideoInfo, frames: Sequence[int]) -> list[range]:
+    """Split frames into runs: wherever a seek skips a frame, and in long runs at keyframes.
 
     A frame is decoded from the last keyframe that is displayed no later. One that comes before it
     in the file may be displayed after it, and need the group before.
 
+    Args:
+        frames: indices of the frames to decode, ascending.
+
     Returns:
-        The place of each run's frames in ``wanted``.
+        The place of each run's frames in ``frames``.
     """
-    if not wanted:
+    if not frames:
         return []
     if not len(info.pts):
-        return [range(len(wanted))]
-    keys = _keys_of(info, wanted)
-    # The frames with which their groups begin.
-    starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()
-    cuts = [0]
-    for place in range(1, len(wanted)):
-        is_long = starts[place] >= starts[cuts[-1]] + _FRAMES_PER_RUN
-        if starts[place] > wanted[place - 1] + 1 or (is_long and starts[place] > starts[place - 1]):
-            cuts.append(place)
-    return list(map(range, cuts, [*cuts[1:], len(wanted)]))
+        return [range(len(frames))]
+    keys = _keys_of(info, frames)
+    # For every frame, the one with which its group begins.
+    group_starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()
+    runs = []
+    start = 0
+    for place in range(1, len(frames)):
+        skips_frames = group_starts[place] > frames[place - 1] + 1
+        is_long = group_starts[place] >= group_starts[start] + _FRAMES_PER_RUN
+        begins_group = group_starts[place] > group_starts[place - 1]
+        if skips_frames or (is_long and begins_group):
+            runs.append(range(start, place))
+            start = place
+    runs.append(range(start, len(frames)))
+    return runs
 
 
-def _keys_of(info: VideoInfo, wanted: Sequence[int]) -> np.ndarray:
+def _keys_of(info: VideoInfo, frames: Sequence[int]) -> np.ndarray:
     """Return for each frame the number of the last keyframe that is displayed no later."""
-    return np.maximum(np.searchsorted(info.keys[:, 0], info.pts[list(wanted)], side="right") - 1, 0)
+    times = info.pts[list(frames)]
+    num_no_later = np.searchsorted(info.keys[:, 0], times, side="right")
+    return np.maximum(num_no_later - 1, 0)
 
 
 def _run_frames(
     file: VideoFile, info: VideoInfo, frames: Sequence[int], check: Callable[[], None]
 ) -> Iterator[av.VideoFrame]:
-    """Decode a run's frames, in their order: from an earlier keyframe again, where not all come."""
+    """Decode a run's frames, in their order."""
     if len(info.pts):
-        left = deque(frames)
-        number = int(_keys_of(info, [left[0]])[0])
-        back = 1
-        while left:
-            times = info.pts[list(left)]
-            first = np.searchsorted(info.pts, times)  # of the frames that have the same time
-            wanted = dict(zip(times.tolist(), (np.array(left) - first + 1).tolist(), strict=True))
-            try:
-                for place, frame in file.frames_from(info.keys[number], wanted, check):
-                    index = int(np.searchsorted(info.pts, frame.pts)) + place
-                    if index > left[0]:
-                        raise NotWholeError(
-                            f"{file.path}: a frame cannot be decoded: {left[0]} is missing"
-                        )
-                    if index == left[0]:
-                        left.popleft()
-                        yield frame
-            except (NotWholeError, av.error.FFmpegError) as error:
-                if not number:
-                    if isinstance(error, NotWholeError):
-                        raise VideoError(str(error)) from error
-                    raise
-                number = max(0, number - back)
-                back = 2 * back
-        return
+        return _frames_from_keys(file, info, frames, check)
+    return _frames_from_start(file, frames, check)
+
+
+def _frames_from_keys(
+    file: VideoFile, info: VideoInfo, frames: Sequence[int], check: Callable[[], None]
+) -> Iterator[av.VideoFrame]:
+    """Decode a run's frames from a keyframe, and from an earlier one again where not all come."""
+    remaining = deque(frames)
+    key = int(_keys_of(info, [remaining[0]])[0])
+    num_back = 1
+    while remaining:
+        # For each time, how many of its frames have to come until the last of ours has.
+        times = info.pts[list(remaining)]
+        first_of_time = np.searchsorted(info.pts, times)
+        counts = np.array(remaining) - first_of_time + 1
+        wanted = dict(zip(times.tolist(), counts.tolist(), strict=True))
+        try:
+            for place, frame in file.frames_from(info.keys[key], wanted, check):
+                index = int(np.searchsorted(info.pts, frame.pts)) + place
+                if index > remaining[0]:
+                    raise NotWholeError(
+                        f"{file.path}: a frame cannot be decoded: {remaining[0]} is missing"
+                    )
+                if index == remaining[0]:
+                    remaining.popleft()
+                    yield frame
+        except (NotWholeError, av.error.FFmpegError) as error:
+            if key == 0:
+                if isinstance(error, NotWholeError):
+                    raise VideoError(str(error)) from error
+                raise
+            key = max(0, key - num_back)
+            num_back = 2 * num_back
+
+
+def _frames_from_start(
+    file: VideoFile, frames: Sequence[int], check: Callable[[], None]
+) -> Iterator[av.VideoFrame]:
+    """Decode a run's frames from the start of the file."""
     missing = set(frames)
     for number, frame in enumerate(file.decode_all()):
         check()
@@ -261,7 +287,7 @@ class _Chunks:
 
     Attributes:
         error: why there are no more.
-        are_scaled: whether a frame had to be scaled, of which a warning has told.
+        are_scaled: whether a frame had to be scaled; a warning is given for the first.
     """
 
     def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
@@ -321,22 +347,25 @@ class _Chunks:
 
 
 def _decoded(
-    info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
+    info: VideoInfo, frames: list[int], chunk_len: int, threads: int, at_work: AtWork
 ) -> Iterator[np.ndarray]:
     """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
-    runs = plan_runs(info, wanted)
-    todo = iter(runs)  # of which every thread takes the next
-    chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))
+    runs = plan_runs(info, frames)
+    remaining_runs = iter(runs)  # every thread takes the next
+    chunks = _Chunks(len(frames), chunk_len, (info.height, info.width, 3))
     workers = []
     try:
         for _ in range(min(threads, len(runs))):
-            arguments = (info, wanted, todo, chunks, at_work)
-            # No exit waits for it.
-            workers.append(threading.Thread(target=_work, args=arguments, daemon=True))
-            workers[-1].start()
+            worker = threading.Thread(
+                target=_work,
+                args=(info, frames, remaining_runs, chunks, at_work),
+                daemon=True,  # the process does not wait for it at its exit
+            )
+            workers.append(worker)
+            worker.start()
         yield from chunks
         for worker in workers:
-            worker.join()  # what is fed after the last frame may show that this one is damaged
+            worker.join()  # a packet after the last frame's may show that this frame is damaged
         if chunks.error is not None:
             raise chunks.error
     finally:
@@ -347,11 +376,15 @@ def _decoded(
 
 
 def _work(
-    info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork
+    info: VideoInfo,
+    frames: list[int],
+    remaining_runs: Iterator[range],
+    chunks: _Chunks,
+    at_work: AtWork,
 ) -> None:
     """Decode runs, always the first that no other thread has taken, until none are left."""
     try:
-        run = next(todo, None)
+        run = next(remaining_runs, None)
         if run is None:  # no file is opened for nothing
             return
         with VideoFile(info.path) as file:
@@ -360,54 +393,60 @@ def _work(
             size = (info.height, info.width) if info.transpose else (info.width, info.height)
             converter = VideoReformatter()  # to make one for every frame costs more than it saves
             while run is not None:
-                frames = _run_frames(file, info, wanted[run.start : run.stop], chunks.check)
+                decoded = _run_frames(file, info, frames[run.start : run.stop], chunks.check)
+                # After the last frame the decoder is drained, which may show that it is damaged.
                 for row in (*run, None):
                     with at_work():
-                        frame = next(frames, None)
+                        frame = next(decoded, None)
                         if frame is not None:
-                            image = _as_shown_first(converter, frame, size, info, chunks)
-                    if frame is None:
-                        continue
-                    if info.transpose:
-                        image = image.transpose(1, 0, 2)
-                    image = image[
-                        :: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1
-                    ]
-                    chunks.put(row, image)
-                run = next(todo, None)
+                            image = _at_first_size(converter, frame, size, info, chunks)
+                    if frame is not None:
+                        chunks.put(row, _as_displayed(image, info))
+                run = next(remaining_runs, None)
     except _Unwanted:
         pass
     except BaseException as error:
         chunks.end(error)
 
 
-def _as_shown_first(
+def _as_displayed(image: np.ndarray, info: VideoInfo) -> np.ndarray:
+    """Return a stored image rotated and mirrored as the file says, without a copy."""
+    if info.transpose:
+        image = image.transpose(1, 0, 2)
+    if info.flip_vertical:
+        image = image[::-1]
+    if info.flip_horizontal:
+        image = image[:, ::-1]
+    return image
+
+
+def _at_first_size(
     converter: VideoReformatter,
     frame: av.VideoFrame,
     size: tuple[int, int],
     info: VideoInfo,
     chunks: _Chunks,
 ) -> np.ndarray:
-    """Return a frame in RGB, of another size than the first one scaled to it, as FFmpeg does.
+    """Return a frame in RGB, scaled to the size of the first one, as FFmpeg does.
 
     Args:
         size: the first one's width and height, as stored.
     """
+    width, height = size
     if (frame.width, frame.height) != size:
-        was = f"{size[0]}x{size[1]}"
-        now = f"{frame.width}x{frame.height}"
         # Not all codecs' headers were read.
-        if frame.width * frame.height > max(
-            info.most_pixels, MOST_TIMES_LARGER * size[0] * size[1]
-        ):
+        max_pixels = max(info.most_pixels, MOST_TIMES_LARGER * width * height)
+        if frame.width * frame.height > max_pixels:
             raise VideoError(
-                f"{info.path}: the frame size grows from {was} to {now}, which was not announced"
+                f"{info.path}: the frame size grows from {width}x{height} to "
+                f"{frame.width}x{frame.height}, which was not announced"
             )
         if not chunks.are_scaled:
             chunks.are_scaled = True
-            scaled = f"frames are scaled to the first one's, {was}"
-            warn_caller(f"{info.path}: the frame size changes within the video; {scaled}")
+            warn_caller(
+                f"{info.path}: the frame size changes within the video; frames are scaled to the "
+                f"first one's, {width}x{height}"
+            )
         converter = VideoReformatter()  # the other one is for frames of one size
-    return converter.reformat(
-        frame, *size, "rgb24", interpolation="BICUBIC", threads=1
-    ).to_ndarray()
+    scaled = converter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
+    return scaled.to_ndarray()
