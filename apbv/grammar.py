@@ -46,8 +46,8 @@ class Grammar:
             raise RuntimeError(
                 f"the answer cannot follow its JSON schema or grammar any further: {reason:.200}"
             )
-        may_come = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
-        return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
+        is_allowed = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
+        return logits.masked_fill(to_device(is_allowed == 0, logits.device), -torch.inf)
 
     def take(self, token: int) -> None:
         """Advance by an allowed token."""
@@ -63,21 +63,23 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     """Return the right side of a grammar's rule for JSON that follows a schema.
 
     Raises:
-        ValueError: as of :func:`apbv.schemas.prepared`.
+        ValueError: it is not a schema, allows no value, or has references that lead back to
+            themselves without an end.
+        RecursionError: it is too deep.
     """
-    ready = prepared(json.dumps(schema))
-    return f"%json {json.dumps({**ready, 'x-guidance': _SPACING})}"
+    rule_schema = {**prepared(json.dumps(schema)), "x-guidance": _SPACING}
+    return f"%json {json.dumps(rule_schema)}"
 
 
 class Grammars:
     """Compiles grammars for one model.
 
-    What would take seconds or much memory to compile is found in another process
-    (:mod:`.grammar_checks`), and never compiled in this one.
+    Another process (:mod:`.grammar_checks`) finds grammars that would take seconds or much memory
+    to compile; they are never compiled in this one.
 
     Args:
-        tokenizer: a fast one of transformers.
-        vocab_size: how many logits the model has.
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: the number of the model's logits.
         eos_token_ids: tokens that are allowed once an answer is complete.
 
     Raises:
@@ -100,7 +102,8 @@ class Grammars:
         """Check and compile a schema, or a grammar instead, for an answer that has no tokens yet.
 
         Raises:
-            ValueError, GrammarCheckError: as of :meth:`check`.
+            ValueError: it is invalid, too long, too complex, or uses unsupported features.
+            GrammarCheckError: it could not be checked.
         """
         self.check(json_schema, grammar)
         return self.compile(json_schema, grammar)
@@ -125,11 +128,10 @@ class Grammars:
             raise ValueError(f"this {_kind(grammar)} {reason}")
 
     def compile(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
-        """Compile a schema, or a grammar instead, that :meth:`check` found good, on this host or
-        another.
+        """Compile a schema, or a grammar instead, that :meth:`check` accepted on any host.
 
         Raises:
-            ValueError: it is not good.
+            ValueError: it is not supported.
         """
         from llguidance import LLMatcher
 
@@ -147,17 +149,16 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
     """Return a schema, or a grammar instead, in the form that llguidance's ``LLMatcher`` takes.
 
     Raises:
-        ValueError: it is too long, or no JSON.
+        ValueError: it is too long, or not JSON.
     """
     from llguidance import LLMatcher
 
     kind = _kind(grammar)
-    given = json_schema if grammar is None else grammar
-    if len(given) > _MAX_SCHEMA_CHARS:
+    text = json_schema if grammar is None else grammar
+    if len(text) > _MAX_SCHEMA_CHARS:
         raise ValueError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
     with raised_as(ValueError, f"not a valid {kind}", ValueError, RecursionError):
-        if grammar is None:
-            return LLMatcher.grammar_from_json_schema(
-                json.dumps(prepared(given)), defaults=_SPACING
-            )
-        return LLMatcher.grammar_from_lark(given)
+        if grammar is not None:
+            return LLMatcher.grammar_from_lark(grammar)
+        schema = json.dumps(prepared(json_schema))
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING)

@@ -33,13 +33,13 @@ _WITH_A_LIST = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _WITH_NAMES = frozenset(
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
 )
-# Which apply only where a reference leads to them.
+# Schemas that apply only where a reference leads to them.
 _DEFINITIONS = frozenset(("$defs", "definitions"))
 # Keywords whose schemas describe the same value as the schema that has them.
 _ABOUT_THE_SAME_VALUE = frozenset(
     ["allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then"]
 )
-# Those that llguidance enforces. A format is an annotation: one that is not known here has no
+# Formats that llguidance enforces. A format is an annotation: one that is not known here has no
 # effect.
 _KNOWN_FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
@@ -57,7 +57,8 @@ def prepared(json_schema: str) -> Schema:
 
     Raises:
         ValueError: it is not a schema, allows no value, or has references that lead back to
-            themselves without an end. RecursionError: it is too deep.
+            themselves without an end.
+        RecursionError: it is too deep.
     """
     root = json.loads(json_schema)
     if root is True:
@@ -72,10 +73,8 @@ def prepared(json_schema: str) -> Schema:
     for key, (schema, _) in schemas.items():
         if isinstance(schema.get("format"), str) and schema["format"] not in _KNOWN_FORMATS:
             del schema["format"]
-        names_all = (
-            isinstance(schema.get("properties"), dict) and "type" in schema and key not in shared
-        )
-        if names_all:
+        has_properties = isinstance(schema.get("properties"), dict) and "type" in schema
+        if has_properties and key not in shared:
             schema.setdefault("additionalProperties", False)
     return root
 
@@ -87,18 +86,19 @@ def fixed_texts(json_schema: str) -> Iterator[str]:
         return
     schemas, _ = _applied(root, _References(root))
     for schema, _ in schemas.values():
-        waiting = [schema.get("const"), schema.get("enum"), schema.get("required")]
+        values = [schema.get("const"), schema.get("enum"), schema.get("required")]
         properties = schema.get("properties")
         if isinstance(properties, dict):
-            waiting += list(properties)
-        while waiting:
-            value = waiting.pop()
+            values += properties.keys()
+        while values:
+            value = values.pop()
             if isinstance(value, str):
                 yield value
             elif isinstance(value, list):
-                waiting += value
+                values += value
             elif isinstance(value, dict):
-                waiting += [*value.keys(), *value.values()]
+                values += value.keys()
+                values += value.values()
 
 
 def _below(schema: Schema) -> Iterator[tuple[str, str, Schema]]:
@@ -117,27 +117,29 @@ def _below(schema: Schema) -> Iterator[tuple[str, str, Schema]]:
 
 
 class _References:
-    """Finds what the references in a schema lead to.
+    """Finds the schemas that the references in a schema lead to.
 
     Args:
         root: the whole schema.
     """
 
     def __init__(self, root: Schema):
-        self._root, self._base = root, _text(root.get("$id"))
+        self._root = root
+        self._base = _text(root.get("$id"))
         self._named: dict[str, Schema] = {}  # by identifier, or by anchor
-        waiting = [root]
-        while waiting:
-            schema = waiting.pop()
-            if identifier := _text(schema.get("$id")):
+        schemas = [root]
+        while schemas:
+            schema = schemas.pop()
+            identifier = _text(schema.get("$id"))
+            if identifier:
                 self._named[urljoin(self._base, identifier)] = schema
-            if anchor := _text(schema.get("$anchor")):
+            anchor = _text(schema.get("$anchor"))
+            if anchor:
                 self._named[f"#{anchor}"] = schema
-            waiting += [part for _, _, part in _below(schema)]
+            schemas += [part for _, _, part in _below(schema)]
 
     def target(self, schema: Schema) -> Schema | None:
-        """Return the schema that another refers to; None if it refers to none, or to none that can
-        be found."""
+        """Return the schema that another refers to; None if there is none, or it is not found."""
         if not isinstance(schema.get("$ref"), str):
             return None
         url, fragment = urldefrag(urljoin(self._base, schema["$ref"]))
@@ -147,19 +149,21 @@ class _References:
             return resource
         if not fragment.startswith("/"):
             return self._named.get(f"#{fragment}")
-        found = resource
+        # A JSON pointer.
+        value = resource
         for step in unquote(fragment).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            elif isinstance(found, dict) and name in found:
-                found = found[name]
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            elif isinstance(value, dict) and name in value:
+                value = value[name]
             else:
                 return None
-        return found if isinstance(found, dict) else None
+        return value if isinstance(value, dict) else None
 
 
 def _text(value: Any) -> str:
+    """Return a value if it is a text, else an empty one."""
     return value if isinstance(value, str) else ""
 
 
@@ -169,9 +173,8 @@ def _applied(
     """Find all schemas, also those that only a reference leads to.
 
     Returns:
-        By the schema's identity each with its place; and the identities of those that describe a
-        value, or
-            something inside it, together with others.
+        Each schema and its place, by the schema's identity; and the identities of the schemas that
+        describe a value, or something inside it, together with others.
     """
     schemas: dict[int, tuple[Schema, str]] = {}
     shared: set[int] = set()
@@ -179,8 +182,8 @@ def _applied(
     while waiting:
         schema, place, is_shared = waiting.pop()
         is_shared = is_shared or _shares_its_value(schema)
-        is_news = id(schema) not in schemas or (is_shared and id(schema) not in shared)
-        if not is_news:
+        is_newly_shared = is_shared and id(schema) not in shared
+        if id(schema) in schemas and not is_newly_shared:
             continue
         schemas.setdefault(id(schema), (schema, place))
         if is_shared:
@@ -199,19 +202,22 @@ def _shares_its_value(schema: Schema) -> bool:
         return True
     if "properties" not in schema:
         return False
-    others = [part for keyword, _, part in _below(schema) if keyword in _ABOUT_THE_SAME_VALUE]
-    name_some = [
-        part for part in others if part.keys() & {"properties", "$ref", *_ABOUT_THE_SAME_VALUE}
-    ]
-    return "$ref" in schema or bool(name_some)
+    if "$ref" in schema:
+        return True
+    naming_keywords = {"properties", "$ref", *_ABOUT_THE_SAME_VALUE}
+    for keyword, _, part in _below(schema):
+        if keyword in _ABOUT_THE_SAME_VALUE and part.keys() & naming_keywords:
+            return True
+    return False
 
 
 def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _References) -> None:
-    """Reject a schema of which no value is finite: its references lead back to itself, whatever a
-    value has.
+    """Reject a schema whose references lead back to itself, whatever a value has.
+
+    It has no finite value.
 
     Raises:
-        ValueError: there is one; the message names its place.
+        ValueError: there is such a schema; the message names its place.
     """
     needs = {key: _needs(schema, references) for key, (schema, _) in schemas.items()}
     needed_by = defaultdict(list)
@@ -226,7 +232,7 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
         key = waiting.pop()
         if key in ending:
             continue
-        if all(any(alternative in ending for alternative in group) for group in needs[key]):
+        if not any(ending.isdisjoint(group) for group in needs[key]):
             ending.add(key)
             waiting += needed_by[key]
     endless = [place for key, (_, place) in schemas.items() if key not in ending]
@@ -253,18 +259,22 @@ def _needs(schema: Schema, references: _References) -> list[list[int]]:
         for name in _list(schema.get("required")):
             if isinstance(name, str) and name in properties:
                 groups.append([properties[name]])
-    fewest = schema.get("minItems")
-    if kind in ("array", ["array"]) and isinstance(fewest, int | float):
-        first = _list(schema.get("prefixItems"))
-        for number, part in enumerate(first):
-            if number < fewest:
+    min_items = schema.get("minItems")
+    if kind in ("array", ["array"]) and isinstance(min_items, int | float):
+        prefix = _list(schema.get("prefixItems"))
+        for number, part in enumerate(prefix):
+            if number < min_items:
                 groups.append([part])
-        if fewest > len(first) and "items" in schema:
+        if min_items > len(prefix) and "items" in schema:
             groups.append([schema["items"]])
-    # Anything else, as true, has an end or is rejected elsewhere.
-    with_objects = [group for group in groups if all(isinstance(part, dict) for part in group)]
-    return [[id(part) for part in group] for group in with_objects]
+    identities = []
+    for group in groups:
+        # Anything else than an object, as true, has an end or is rejected elsewhere.
+        if all(isinstance(part, dict) for part in group):
+            identities.append([id(part) for part in group])
+    return identities
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []

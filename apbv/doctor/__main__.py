@@ -59,7 +59,9 @@ def parse_arguments(
         "--threads", type=positive(int), metavar="N", help="CPU threads per process"
     )
     options = parser.parse_args(arguments)
-    options.parts = [name for name in PARTS if name in (options.only or PARTS)]
+    options.parts = list(PARTS)
+    if options.only:
+        options.parts = [name for name in PARTS if name in options.only]
     return options
 
 
@@ -69,17 +71,20 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
 
-    healthy: list[bool] = []
-    status = run_on_hosts(
-        lambda hosts: healthy.append(_examine(options, hosts)),
-        options.limit + _REPORTING_SECONDS,
-        device=options.device,
-    )
-    return int(status != 0 or not all(healthy))
+    is_healthy = True
+
+    def examine(hosts: "HostGroup") -> None:
+        nonlocal is_healthy
+        is_healthy = _examine(options, hosts)
+
+    seconds = options.limit + _REPORTING_SECONDS
+    status = run_on_hosts(examine, seconds, device=options.device)
+    return 0 if status == 0 and is_healthy else 1
 
 
 def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
     """Run the checks; host 0 prints and writes the results. Return whether no check failed."""
+    # Imported here because this takes seconds.
     from apbv.doctor import hosts as between_hosts
     from apbv.doctor import kernels, machine
     from apbv.doctor.examination import FAILED, Examination, record
@@ -99,7 +104,7 @@ def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
     with hosts.local_stage("writing the report"):
         if options.json and hosts.is_leader:
             append_json_lines(options.json, [record(results, hosts, options)])
-    healthy = all(result.status != FAILED for result in results)
+    is_healthy = all(result.status != FAILED for result in results)
     if examination.stuck is not None:
         # A normal exit would wait for the stuck check, or tear down its resources while it runs.
         # All hosts meet here first, because torchrun stops the others once one exits; through CPU
@@ -107,9 +112,9 @@ def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
         hosts.gather_json(None)
         sys.stdout.flush()
         os._exit(1)
-    if not healthy:
+    if not is_healthy:
         hosts.let_others_report()
-    return healthy
+    return is_healthy
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Runs checks on all hosts, even if some fail, crash or hang, and writes the results as text and
-JSON."""
+"""Runs checks on all hosts, even if some fail, crash or hang, and writes the results."""
 
 import argparse
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as StillRunning
 from contextlib import nullcontext
@@ -21,10 +21,9 @@ FAILED = "failed"
 SKIPPED = "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
-_MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
-# Parts in which the page shows what every host found, where it differs.
+_MAX_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
+# Parts in which the page shows every host's result, where it differs.
 _OF_EACH_HOST = ("machine", "backends")
-
 
 # A check's result in words for the page, and in JSON-ready numbers.
 Found = tuple[str, dict[str, Any]]
@@ -35,8 +34,10 @@ class CheckFailed(Exception):
 
 
 class CheckSkipped(Exception):
-    """Raised if a check does not apply here; the message says why. Raised on all hosts or none if
-    collective."""
+    """Raised if a check does not apply here; the message says why.
+
+    A collective check raises it on all hosts or on none.
+    """
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Finding:
     """Result of a check on one host.
 
     Attributes:
-        detail: in words, for the page: what was found, or why the check failed or was skipped.
-        figures: in numbers, JSON-ready.
+        detail: the result in words, for the page, or why the check failed or was skipped.
+        figures: the result in numbers, JSON-ready.
         status: ``"ok"``, ``"failed"`` or ``"skipped"``.
-        seconds: how long it took.
-        is_stuck: whether it still runs: it was given up.
+        seconds: how long the check took.
+        is_stuck: whether the check was given up, and still runs.
     """
 
     detail: str = ""
@@ -64,9 +65,8 @@ class Check:
 
     Attributes:
         name: unique within its part.
-        run: examines the group that it gets; raises whatever it likes.
-        is_collective: whether hosts exchange data in it: then a failure of one is told to the
-            others.
+        run: examines the group that it gets; it may raise any exception.
+        is_collective: whether hosts exchange data in it: then all hosts learn of a failure of one.
     """
 
     name: str
@@ -85,40 +85,51 @@ class Result:
     @property
     def status(self) -> str:
         """``"failed"`` where it failed on one host, ``"skipped"`` where it was skipped on all."""
-        found = {each.status for each in self.on_hosts}
-        return next(status for status in (FAILED, OK, SKIPPED) if status in found)
+        statuses = [finding.status for finding in self.on_hosts]
+        if FAILED in statuses:
+            return FAILED
+        return OK if OK in statuses else SKIPPED
 
 
 def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
-    """Run a check on this host, in a thread that is abandoned after ``limit`` seconds; never
-    raises."""
+    """Run a check on this host, in a thread; never raises.
+
+    Args:
+        limit: seconds after which the thread is abandoned.
+    """
     began = time.monotonic()
-    is_stuck = False
     thread = in_thread(partial(_examine, check, hosts))
+    is_stuck = False
     try:
         error = thread.exception(timeout=limit)
     except StillRunning:
         error = CheckFailed(f"not done after {limit:g} s")
         is_stuck = True
+    seconds = time.monotonic() - began
     if error is None:
-        detail, figures, status = *thread.result(), OK
-    else:
-        is_ours = isinstance(error, CheckFailed | CheckSkipped)
-        detail = str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0]
-        figures = {}
-        status = SKIPPED if isinstance(error, CheckSkipped) else FAILED
-    return Finding(detail, figures, status, time.monotonic() - began, is_stuck)
+        detail, figures = thread.result()
+        return Finding(detail, figures, seconds=seconds)
+    if isinstance(error, CheckSkipped):
+        return Finding(str(error), status=SKIPPED, seconds=seconds)
+    detail = str(error) if isinstance(error, CheckFailed) else _first_line(error)
+    return Finding(detail, status=FAILED, seconds=seconds, is_stuck=is_stuck)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error and its type."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @torch.no_grad()
 def _examine(check: Check, hosts: HostGroup) -> Found:
     """Run a check until its GPU work is done, so that an error there is attributed to it."""
+    stage = hosts.collective_stage(check.name) if check.is_collective else nullcontext()
     with hosts.on_device():
-        with hosts.collective_stage(check.name) if check.is_collective else nullcontext():
-            found = check.run(hosts)
+        with stage:
+            result = check.run(hosts)
         if hosts.device.type == "cuda":
             torch.cuda.synchronize(hosts.device)
-    return found
+    return result
 
 
 class Examination:
@@ -147,66 +158,69 @@ class Examination:
 
     def run(self, parts: Mapping[str, Iterable[Check]]) -> list[Result]:
         """Run all checks of some parts, which are the same on every host, and write the page."""
-        what = provenance()
-        size = self._hosts.size
-        commit = f", commit {what['git_sha'][:9]}" if what["git_sha"] else ""
-        of = (
-            f"{size} host{'s' if size > 1 else ''}, {device_name(self._hosts.device)}, "
-            f"{what['date']}"
-        )
-        self._write(f"apbv {what['versions']['apbv']}{commit}: {of}")
+        self._write_heading()
         results = []
         for part, checks in parts.items():
             self._write(f"\n{part.capitalize()}")
             for check in checks:
-                results.append(Result(part, check.name, self._found(check)))
-                self._write_result(results[-1])
-        count = {
-            status: sum(each.status == status for each in results)
-            for status in (OK, SKIPPED, FAILED)
-        }
-        self._write("\n" + ", ".join(f"{number} {status}" for status, number in count.items()))
+                result = Result(part, check.name, self._run_on_all(check))
+                results.append(result)
+                self._write_result(result)
+        counts = Counter(result.status for result in results)
+        summary = [f"{counts[status]} {status}" for status in (OK, SKIPPED, FAILED)]
+        self._write("\n" + ", ".join(summary))
         return results
 
-    def _found(self, check: Check) -> list[Finding]:
+    def _write_heading(self) -> None:
+        """Write what is examined."""
+        about = provenance()
+        title = f"apbv {about['versions']['apbv']}"
+        if about["git_sha"]:
+            title += f", commit {about['git_sha'][:9]}"
+        num_hosts = "1 host" if self._hosts.size == 1 else f"{self._hosts.size} hosts"
+        self._write(f"{title}: {num_hosts}, {device_name(self._hosts.device)}, {about['date']}")
+
+    def _run_on_all(self, check: Check) -> list[Finding]:
         """Run a check on all hosts, or on none if an earlier check still runs."""
         if self.stuck is not None:
             return [Finding(self.stuck, status=SKIPPED)] * self._hosts.size
         with self._hosts.working(check.name):
-            mine = carry_out(check, self._examined, self._limit)
-        told = self._hosts.gather_json([asdict(mine), self._examined.is_broken])
-        found = [Finding(**fields) for fields, _ in told]
-        if any(each.is_stuck for each in found):
+            finding = carry_out(check, self._examined, self._limit)
+        reports = self._hosts.gather_json([asdict(finding), self._examined.is_broken])
+        findings = [Finding(**fields) for fields, _ in reports]
+        if any(host_finding.is_stuck for host_finding in findings):
             self.stuck = f"{check.name!r} has not ended"
-        elif any(is_broken for _, is_broken in told):
+        elif any(is_broken for _, is_broken in reports):
             self._replace_group(check.name)
-        return found
+        return findings
 
     def _replace_group(self, broken_by: str) -> None:
         """Examine a new group from now on, or nothing any more where a host cannot make it."""
         obstacle = None
         try:
             self._examined = self._hosts.subgroup(range(self._hosts.size))
-        except Exception as error:  # whatever a GPU says that has failed before
-            obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
+        except Exception as error:  # a GPU that has failed before may raise any error
+            obstacle = _first_line(error)
         obstacles = self._hosts.gather_json(obstacle)
-        if reason := next(filter(None, obstacles), None):
-            self.stuck = f"behind {broken_by!r} the hosts were not connected anew ({reason})"
+        reasons = [reason for reason in obstacles if reason is not None]
+        if reasons:
+            self.stuck = f"behind {broken_by!r} the hosts were not connected anew ({reasons[0]})"
 
     def _write_result(self, result: Result) -> None:
         """Write host 0's result, and relevant results of other hosts with their names."""
         first = result.on_hosts[0]
-        groups = {}
-        for host, found in enumerate(result.on_hosts):
-            is_like_first = (
-                found.status == first.status != FAILED and result.part not in _OF_EACH_HOST
-            )
-            detail = first.detail if is_like_first else found.detail
-            groups.setdefault((found.status, detail), []).append(self._hosts.name_of(host))
+        # The hosts' names, by the status and detail to show.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for host, finding in enumerate(result.on_hosts):
+            detail = finding.detail
+            shows_each = finding.status == FAILED or result.part in _OF_EACH_HOST
+            if finding.status == first.status and not shows_each:
+                detail = first.detail
+            groups.setdefault((finding.status, detail), []).append(self._hosts.name_of(host))
         for (status, detail), names in groups.items():
             start = f"  {status:<8} {result.name:<{_NAME_WIDTH}} "
             text = detail if len(groups) == 1 else f"{', '.join(names)}: {detail}"
-            text = textwrap.shorten(text, _MOST_CHARACTERS, placeholder=" …")
+            text = textwrap.shorten(text, _MAX_CHARACTERS, placeholder=" …")
             text = textwrap.fill(
                 text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
             )

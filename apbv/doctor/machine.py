@@ -19,9 +19,17 @@ from .examination import Check, CheckFailed, CheckSkipped, Found
 
 _PACKAGES = ("apbv", "transformers", "triton", "safetensors", "numpy")
 _OPTIONAL = (
-    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "ring-flash-attn"),
-    *("av", "torchvision"),
-    *("starlette", "uvicorn", "pydantic", "prometheus-client"),
+    "flash-attn",
+    "flash-attn-3",
+    "fa3-fwd",
+    "flash-attn-4",
+    "ring-flash-attn",
+    "av",
+    "torchvision",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus-client",
 )
 # Variables that change the behaviour; others are not printed.
 _SETTINGS = re.compile(
@@ -34,9 +42,9 @@ _TOOL_SECONDS = 20.0
 
 
 def checks(hosts: HostGroup) -> Iterable[Check]:
-    """List what is looked up, which takes no time."""
+    """List the checks, which take no time."""
     yield Check("versions", versions)
-    yield Check("optional packages", lambda _: _told(_versions(_OPTIONAL)))
+    yield Check("optional packages", lambda _: _listed(_versions(_OPTIONAL)))
     yield Check("settings", lambda _: settings())
     yield Check("processor", lambda _: processor())
     yield Check("CUDA", lambda _: cuda())
@@ -44,66 +52,75 @@ def checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def versions(hosts: HostGroup) -> Found:
-    """Look up the versions of what has to be the same on all hosts.
+    """Look up the versions that have to be the same on all hosts.
 
     Raises:
         CheckFailed: this host has others than host 0.
     """
-    found = {
+    own_versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         **_versions(_PACKAGES),
     }
-    first, *_ = hosts.gather_json(found)
-    if found != first:
-        raise CheckFailed(f"{_told(found)[0]}, where host 0 has {_told(first)[0]}")
-    return _told(found)
+    first_versions = hosts.gather_json(own_versions)[0]
+    text, figures = _listed(own_versions)
+    if own_versions != first_versions:
+        first_text, _ = _listed(first_versions)
+        raise CheckFailed(f"{text}, where host 0 has {first_text}")
+    return text, figures
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    """Return packages' versions; None: it is not installed."""
+    versions_of: dict[str, str | None] = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions_of[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions_of[package] = None
+    return versions_of
 
 
-def _told(found: dict[str, str | None]) -> Found:
-    there = ", ".join(f"{name} {number}" for name, number in found.items() if number)
-    absent = ", ".join(name for name, number in found.items() if not number)
-    return there + (f"; without {absent}" if absent else ""), {"versions": found}
+def _listed(versions_of: dict[str, str | None]) -> Found:
+    """Return packages' versions as a check's result."""
+    present = [f"{name} {number}" for name, number in versions_of.items() if number]
+    absent = [name for name, number in versions_of.items() if not number]
+    text = ", ".join(present)
+    if absent:
+        text += f"; without {', '.join(absent)}"
+    return text, {"versions": versions_of}
 
 
 def settings() -> Found:
     """Look for environment variables that change how things work."""
-    named = (name for name in sorted(os.environ) if _SETTINGS.match(name))
-    found = {
-        name: os.environ[name] for name in named if not name.endswith(("KEY", "TOKEN", "SECRET"))
-    }
-    if not found:
+    variables = {}
+    for name in sorted(os.environ):
+        is_secret = name.endswith(("KEY", "TOKEN", "SECRET"))
+        if _SETTINGS.match(name) and not is_secret:
+            variables[name] = os.environ[name]
+    if not variables:
         raise CheckSkipped("no relevant environment variable is set")
-    return " ".join(f"{name}={value}" for name, value in found.items()), {"environment": found}
+    text = " ".join(f"{name}={value}" for name, value in variables.items())
+    return text, {"environment": variables}
 
 
 def processor() -> Found:
     """Look up the CPU's cores and memory, and the room for shared memory.
 
     Raises:
-        CheckFailed: there is too little of it for NCCL.
+        CheckFailed: there is too little shared memory for NCCL.
     """
-    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
     text = (
         f"{os.cpu_count()} cores, {fair_share_of_cores()} for each host; {torch.get_num_threads()} "
-        "threads; "
+        f"threads; {free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
     )
-    text += f"{free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
-    if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:
-        raise CheckFailed(
-            f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: "
-            "--shm-size 1g, or --ipc host)"
-        )
+    if Path("/dev/shm").is_dir() and torch.cuda.device_count() > 1:
+        shared_bytes = shutil.disk_usage("/dev/shm").total
+        if shared_bytes < _FEWEST_SHARED_BYTES:
+            raise CheckFailed(
+                f"{text}; /dev/shm has {shared_bytes / 2**20:.0f} MiB, too little for NCCL "
+                "(docker: --shm-size 1g, or --ipc host)"
+            )
     return text, {}
 
 
@@ -114,22 +131,23 @@ def cuda() -> Found:
         CheckFailed: there are GPUs, and torch cannot use them.
         CheckSkipped: there are none.
     """
-    listed = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    seen = listed.splitlines() if listed else []
-    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    output = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    driver_gpus = output.splitlines() if output else []
+    build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        hidden = seen and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        if not seen or hidden:
-            raise CheckSkipped(
-                f"{'CUDA_VISIBLE_DEVICES hides GPUs' if hidden else 'no GPU is visible'}; {built}"
-            )
-        raise CheckFailed(f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none; {built}")
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        if not driver_gpus:
+            raise CheckSkipped(f"no GPU is visible; {build}")
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            raise CheckSkipped(f"CUDA_VISIBLE_DEVICES hides GPUs; {build}")
+        raise CheckFailed(
+            f"nvidia-smi sees {len(driver_gpus)} GPU(s), and torch sees none; {build}"
+        )
+    nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
     text = (
-        f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, "
-        f"NCCL {nccl}"
+        f"{torch.cuda.device_count()} GPU(s); {build}, cuDNN {torch.backends.cudnn.version()}, "
+        f"NCCL {nccl}; nvidia-smi: {', '.join(driver_gpus)}"
     )
-    return f"{text}; nvidia-smi: {', '.join(seen)}", {"architectures": torch.cuda.get_arch_list()}
+    return text, {"architectures": torch.cuda.get_arch_list()}
 
 
 def gpu(hosts: HostGroup) -> Found:
@@ -150,13 +168,15 @@ def gpu(hosts: HostGroup) -> Found:
         f"{properties.name}, capability {properties.major}.{properties.minor}, "
         f"{total / _GIBIBYTE:.1f} GiB"
     )
-    pairs = permutations(range(torch.cuda.device_count()), 2)
-    blind = [f"{a} of {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    if blind:
-        text += f"; exchanges go through host memory for want of direct reads by {', '.join(blind)}"
-    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", {
-        "topology": _ask("nvidia-smi", "topo", "-m")
-    }
+    unlinked_pairs = []
+    for reader, owner in permutations(range(torch.cuda.device_count()), 2):
+        if not torch.cuda.can_device_access_peer(reader, owner):
+            unlinked_pairs.append(f"{reader} of {owner}")
+    if unlinked_pairs:
+        pairs = ", ".join(unlinked_pairs)
+        text += f"; exchanges go through host memory for want of direct reads by {pairs}"
+    text += f", {free / _GIBIBYTE:.1f} GiB free"
+    return text, {"topology": _ask("nvidia-smi", "topo", "-m")}
 
 
 def _ask(*command: str) -> str | None:

@@ -1,8 +1,8 @@
-"""Checks grammars in another process before they are compiled in this one, where nothing could stop
-that.
+"""Checks grammars in another process before they are compiled in this one.
 
-Some of a few hundred characters would take hours to compile, and all memory. The other process
-(:mod:`.process`) starts with the first check, and ends with this one.
+Some of a few hundred characters would take hours to compile, and all memory, and nothing in this
+process could stop that. The other process (:mod:`.process`) starts with the first check, and ends
+with this one.
 """
 
 import json
@@ -22,10 +22,10 @@ from pathlib import Path
 from .process import STARTED
 
 _SCRIPT = Path(__file__).with_name("process.py")
-_MEMORY_BYTES = 2**28  # that a check may take
-_NUM_VERDICTS = 1024  # that are remembered
+_MEMORY_BYTES = 2**28  # the limit of a check
+_NUM_VERDICTS = 1024  # remembered verdicts
 _POLL_SECONDS = 0.1  # between two looks at whether a verdict is still wanted
-_MAX_STARTS = 2  # of the other process, for a check that it did not begin
+_MAX_STARTS = 2  # starts of the other process for a check that it did not begin
 _BUSY = "too many JSON schemas and grammars are being checked; try again later"
 _TOO_COMPLEX = "is too complex: it takes too long, or too much memory, to compile"
 
@@ -40,13 +40,13 @@ class GrammarChecksBusyError(GrammarCheckError):
 
 @dataclass(frozen=True)
 class Lane:
-    """Checks with the same limit of time.
+    """Checks with the same time limit.
 
     Attributes:
         cpu_seconds: the limit.
-        places: how many run at once, beside all else that the CPU has to do.
-        queue: as many as may run or wait for a place.
-        max_wait: seconds to wait for a place.
+        places: places of checks that run at once, beside all else that the CPU has to do.
+        queue: places of checks that run or wait.
+        max_wait: seconds to wait for a place to run.
     """
 
     cpu_seconds: float
@@ -58,26 +58,25 @@ class Lane:
 class GrammarChecks:
     """Checks grammars for one tokenizer; any thread may call it.
 
-    What takes longer than a moment is checked again in a second lane, so that nobody waits long for
-    the many that do not. Verdicts are remembered.
+    Grammars that take longer than a moment are checked again in a second lane, so that nobody waits
+    long for the many that do not. Verdicts are remembered.
 
     Args:
         tokenizer: the JSON of the tokenizers library.
-        vocab_size: how many logits the model has.
-        eos_tokens: tokens that are allowed once an answer is complete; None: as the tokenizer has
-            it.
+        vocab_size: the number of the model's logits.
+        eos_tokens: tokens that are allowed once an answer is complete; None: the tokenizer's own.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_tokens: list[int] | int | None):
-        described = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_tokens": eos_tokens}
-        self._described = json.dumps(described).encode()
+        description = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_tokens": eos_tokens}
+        self._tokenizer_description = json.dumps(description).encode()
         quick = Lane(
             0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0
         )
         slow = Lane(2.0, places=threading.Semaphore(2), queue=threading.Semaphore(4), max_wait=5.0)
         self._lanes = (quick, slow)
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # of the verdicts, and of what is below
+        self._lock = threading.Lock()  # of the verdicts and the following attributes
         self._process: subprocess.Popen | None = None
         self._requests: socket.socket | None = None  # to the process; None: it has not started
         self._end: Callable[[], None] = lambda: None
@@ -86,12 +85,13 @@ class GrammarChecks:
         """Return why a grammar cannot be used, as the end of a sentence; empty if it can.
 
         Args:
-            grammar: as of llguidance's ``LLMatcher``.
+            grammar: in the form that llguidance's ``LLMatcher`` takes.
             is_wanted: asked several times a second whether to go on.
 
         Raises:
-            GrammarCheckError: this one is not wanted any more, or the other process does not start.
-            GrammarChecksBusyError: there are too many others.
+            GrammarCheckError: the verdict is not wanted any more, or the other process does not
+                start.
+            GrammarChecksBusyError: too many others are being checked.
         """
         key = sha256(grammar.encode("utf-8", "surrogatepass")).digest()
         reason = None
@@ -125,8 +125,8 @@ class GrammarChecks:
 
     def _check(self, grammar: str, cpu_seconds: float, is_wanted: Callable[[], bool]) -> str | None:
         """Return the other process's verdict; None if a limit ended the check."""
-        asked = {"grammar": grammar, "cpu_seconds": cpu_seconds, "memory_bytes": _MEMORY_BYTES}
-        encoded = json.dumps(asked).encode()
+        request = {"grammar": grammar, "cpu_seconds": cpu_seconds, "memory_bytes": _MEMORY_BYTES}
+        encoded = json.dumps(request).encode()
         for _ in range(_MAX_STARTS):
             requests = self._started()
             try:
@@ -159,7 +159,7 @@ class GrammarChecks:
                         command, stdin=theirs, stdout=subprocess.DEVNULL
                     )
                 with _sent_channel(ours) as channel:
-                    channel.sendall(self._described)
+                    channel.sendall(self._tokenizer_description)
             except OSError as error:
                 ours.close()
                 raise GrammarCheckError(
@@ -210,13 +210,13 @@ def _sent_channel(requests: socket.socket) -> Iterator[socket.socket]:
         yield ours
 
 
-def _reply_of(channel: socket.socket, asked: bytes, is_wanted: Callable[[], bool]) -> bytes:
+def _reply_of(channel: socket.socket, request: bytes, is_wanted: Callable[[], bool]) -> bytes:
     """Return a check's whole reply; nothing if the other process has ended before.
 
     Raises:
         GrammarCheckError: the verdict is not wanted any more; its process ends by itself.
     """
-    channel.sendall(asked)
+    channel.sendall(request)
     channel.shutdown(socket.SHUT_WR)
     channel.settimeout(_POLL_SECONDS)
     reply = b""

@@ -16,11 +16,10 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-# The first byte of every reply; a reply without a verdict is that of a child that a limit ended.
+# The first byte of every reply; a child that a limit ended sends no verdict after it.
 STARTED = b"+"
-_WALL_FACTOR = (
-    4.0  # seconds on the clock for each second of CPU time, after which a child ends in any case
-)
+# Seconds on the clock for each second of CPU time, after which a child ends in any case.
+_WALL_FACTOR = 4.0
 # An answer is begun, as some grammars compile and then allow no token, or have too many rules for
 # the second one.
 _NUM_STEPS = 64
@@ -38,9 +37,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests = socket.socket(fileno=0)
     with _next_channel(requests) as channel:
-        described = json.loads(_read_all(channel))
+        description = json.loads(_read_all(channel))
     tokenizer = LLTokenizer(
-        described["tokenizer"], n_vocab=described["vocab_size"], eos_token=described["eos_tokens"]
+        description["tokenizer"],
+        n_vocab=description["vocab_size"],
+        eos_token=description["eos_tokens"],
     )
     while (channel := _next_channel(requests)) is not None:
         with channel:
@@ -67,13 +68,12 @@ def _serve(channel: socket.socket, tokenizer) -> None:
     status = 1
     try:
         channel.sendall(STARTED)
-        asked = json.loads(_read_all(channel))
-        with open(
-            os.devnull, "wb"
-        ) as nowhere:  # what the allocator says when the memory is used up
+        request = json.loads(_read_all(channel))
+        # The allocator writes to stderr when the memory is used up.
+        with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
-        _limit(asked["cpu_seconds"], asked["memory_bytes"])
-        reason = reason_against(tokenizer, asked["grammar"])
+        _limit(request["cpu_seconds"], request["memory_bytes"])
+        reason = reason_against(tokenizer, request["grammar"])
         channel.sendall(json.dumps(reason).encode())
         status = 0
     finally:
@@ -81,8 +81,7 @@ def _serve(channel: socket.socket, tokenizer) -> None:
 
 
 def _limit(cpu_seconds: float, memory_bytes: int) -> None:
-    """Let the kernel end this process after some CPU time, and refuse it more memory than it has
-    now and this."""
+    """Let the kernel end this process after some CPU time, and bound the memory that it adds."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -99,7 +98,7 @@ def reason_against(tokenizer, grammar: str) -> str:
 
     Args:
         tokenizer: llguidance's ``LLTokenizer``.
-        grammar: as of its ``LLMatcher``.
+        grammar: in the form that its ``LLMatcher`` takes.
 
     Returns:
         Why the grammar cannot be used, as the end of a sentence; empty if it can.
@@ -109,12 +108,11 @@ def reason_against(tokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         return f"is not supported: {_first_line(matcher)}"
-    endings = [
-        token
-        for text in _ENDINGS
-        if len(tokens := tokenizer.tokenize_str(text)) == 1
-        for token in tokens
-    ]
+    endings = []
+    for text in _ENDINGS:
+        tokens = tokenizer.tokenize_str(text)
+        if len(tokens) == 1:
+            endings += tokens
     draw = random.Random(0)
     for _ in range(_NUM_STEPS):
         mask = matcher.compute_bitmask()
@@ -123,23 +121,25 @@ def reason_against(tokenizer, grammar: str) -> str:
         matcher.consume_token(_draw_token(draw, mask, endings))
     if not matcher.is_error():
         return ""
-    why = _first_line(matcher)
-    if why.startswith("NoExtension"):
+    reason = _first_line(matcher)
+    if reason.startswith("NoExtension"):
         return "allows no answer that ends: it may refer to itself in a loop"
-    return f"is too complex: {why}"
+    return f"is too complex: {reason}"
 
 
 def _draw_token(draw: random.Random, mask: bytes, endings: list[int]) -> int:
-    """Draw a token that a mask allows; bit i of its byte b is that of token 8 b + i."""
-    fitting = [token for token in endings if mask[token // 8] >> (token % 8) & 1]
-    if fitting and draw.random() < 0.5:
-        return draw.choice(fitting)
+    """Draw a token that a mask allows; bit i of the mask's byte b is token 8 b + i's."""
+    allowed_endings = [token for token in endings if mask[token // 8] >> (token % 8) & 1]
+    if allowed_endings and draw.random() < 0.5:
+        return draw.choice(allowed_endings)
     # The first byte with a token from a random place on, or from the beginning.
     start = draw.randrange(len(mask))
     rest = mask[start:].lstrip(b"\0")
-    place = len(mask) - len(rest) if rest else len(mask) - len(mask.lstrip(b"\0"))
-    bits = [bit for bit in range(8) if mask[place] >> bit & 1]
-    return 8 * place + draw.choice(bits)
+    if not rest:
+        rest = mask.lstrip(b"\0")
+    index = len(mask) - len(rest)
+    bits = [bit for bit in range(8) if mask[index] >> bit & 1]
+    return 8 * index + draw.choice(bits)
 
 
 def _first_line(matcher: Any) -> str:

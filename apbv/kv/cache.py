@@ -1,5 +1,4 @@
-"""KV caches: one that appends in place, one that is sharded over the hosts, and edits of a cache's
-last rows.
+"""KV caches: one that appends in place, and one that is sharded over the hosts.
 
 Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token is owned by exactly
 one host; within a host, rows are in token order.
@@ -31,8 +30,8 @@ class GrowingLayer(DynamicLayer):
         buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows
             must be copied to buffers before appending.
         places: int64 ``[S]`` on the device: the places at which ``update`` writes S rows in the
-            buffers, which it then returns whole, including rows that do not count; None: it
-            appends. See :func:`writing_at`.
+            buffers, which it then returns whole, including rows that do not count
+            (:func:`writing_at`); None: it appends.
     """
 
     buffers: tuple[Tensor, Tensor] | None = None
@@ -42,23 +41,27 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         if self.places is not None:
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer.index_copy_(2, self.places, states)
+            key_buffer, value_buffer = self.buffers
+            key_buffer.index_copy_(2, self.places, key_states)
+            value_buffer.index_copy_(2, self.places, value_states)
             return self.buffers
         if not self.is_initialized:
             self.hold(key_states, value_states)
-        else:
-            old = self.keys.shape[2]
-            count = key_states.shape[2]
-            self.make_room(count)
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer[:, :, old : old + count] = states
-            self.extend(count)
+            return self.keys, self.values
+        num_rows = self.keys.shape[2]
+        count = key_states.shape[2]
+        self.make_room(count)
+        key_buffer, value_buffer = self.buffers
+        key_buffer[:, :, num_rows : num_rows + count] = key_states
+        value_buffer[:, :, num_rows : num_rows + count] = value_states
+        self.extend(count)
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Start with these keys and values, without ever writing to them: appending copies them to
-        a buffer."""
+        """Start with these keys and values, which are never written to.
+
+        Appending copies them to a buffer.
+        """
         self.dtype = keys.dtype
         self.device = keys.device
         self.keys = keys
@@ -66,8 +69,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
     def reserve(self, like: Tensor, num_rows: int) -> None:
-        """Start with ``num_rows`` rows that the caller fills in, in buffers that have room for
-        more.
+        """Start with ``num_rows`` rows that the caller fills in, in buffers with room for more.
 
         Args:
             like: ``[B, Hkv, any, D]``, of the dtype and on the device of the rows.
@@ -83,14 +85,13 @@ class GrowingLayer(DynamicLayer):
         """Return whether the buffers still hold the rows, and have room for ``count`` more."""
         if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
             return False
-        keys, values = self.buffers
-        return (
-            keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
-        )
+        key_buffer, value_buffer = self.buffers
+        has_keys = key_buffer.data_ptr() == self.keys.data_ptr()
+        has_values = value_buffer.data_ptr() == self.values.data_ptr()
+        return has_keys and has_values
 
     def make_room(self, count: int) -> None:
-        """Copy the rows to buffers with room for ``count`` more, unless they are in such
-        buffers."""
+        """Copy the rows to buffers with room for ``count`` more, unless they are in such ones."""
         if self.has_room(count):
             return
         keys = self.keys
@@ -142,8 +143,11 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
-    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and
-    return it."""
+    """Put the first tokens of a cache into an empty one that shares the memory, and return it.
+
+    Args:
+        view: the empty cache.
+    """
     for index, layer in enumerate(cache.layers):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
@@ -153,18 +157,18 @@ def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> Dy
 
 
 def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
-    """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, except
-    the chosen ones.
+    """Drop a cache's last tokens, which a forward pass has just appended, except the chosen ones.
 
     Only these rows are moved: accepting a branch of a draft tree copies no earlier KV.
 
     Args:
         cache: a ShardedCache, or a plain transformers DynamicCache.
+        count: the number of last tokens.
         chosen: ascending numbers in 0 .. count - 1.
     """
+    are_first = list(chosen) == list(range(len(chosen)))
     rows = None
     for layer in cache.layers:
-        are_first = list(chosen) == list(range(len(chosen)))
         if not are_first and getattr(layer, "holds_newest", True):
             if rows is None:
                 rows = to_device(chosen, layer.keys.device, torch.int64)
@@ -181,8 +185,15 @@ class ShardedLayer(GrowingLayer):
     attention, and stores the rows that this host owns. Later updates are decoding's: host 0 appends
     the new tokens, the other hosts store nothing, and attention gets the host's own rows.
 
+    Args:
+        owned_rows: runs of the local tokens whose rows are stored.
+        num_prompt_tokens: the tokens of the whole prompt that this cache gets.
+        num_fixed_tokens: the first tokens, which cannot be removed.
+        appends: the attribute ``holds_newest``.
+
     Attributes:
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
+        num_tokens: the tokens of the whole sequence so far.
     """
 
     def __init__(
@@ -213,7 +224,7 @@ class ShardedLayer(GrowingLayer):
             self.hold(torch.cat(keys, dim=2), torch.cat(values, dim=2))
             return key_states, value_states
         # With room for what is appended to them.
-        self.reserve(key_states, sum(map(len, self._owned_rows)))
+        self.reserve(key_states, sum(len(run) for run in self._owned_rows))
         row = 0
         for run in self._owned_rows:
             self.keys[:, :, row : row + len(run)] = key_states[:, :, run.start : run.stop]
@@ -222,13 +233,14 @@ class ShardedLayer(GrowingLayer):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the whole sequence so far, not of this host's rows
-        only."""
+        """Return the number of tokens of the whole sequence so far, on all hosts together."""
         return self.num_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in
-        transformers).
+        """Drop the last tokens of the sequence.
+
+        Args:
+            tokens_to_remove: minus their number, as transformers' caches take it.
 
         Raises:
             ValueError: the count is positive, or reaches beyond the query into the context.
@@ -237,10 +249,10 @@ class ShardedLayer(GrowingLayer):
             raise ValueError(
                 f"crop needs minus the number of tokens to remove, not {tokens_to_remove}"
             )
-        croppable = self.num_tokens - self._num_fixed_tokens
-        if -tokens_to_remove > croppable:
+        num_croppable = self.num_tokens - self._num_fixed_tokens
+        if -tokens_to_remove > num_croppable:
             raise ValueError(
-                f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of "
+                f"cannot remove {-tokens_to_remove} tokens: only the last {num_croppable} of "
                 f"{self.num_tokens} are kept in order on host 0"
             )
         self.num_tokens += tokens_to_remove
@@ -275,13 +287,13 @@ class ShardedCache(Cache):
             num_tokens = layout.query.start
             if appends:  # the query is the last of its rows
                 rows = rows[:-1]
-        layers = [
-            ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)
-        ]
+        layers = []
+        for _ in range(num_layers):
+            layers.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
         super().__init__(layers=layers)
         self.home = home
         self.layout = layout
-        self._gather: LayerGather | None = None  # the one that a forward pass has begun
+        self._gather: LayerGather | None = None  # begun by a forward pass
 
     @classmethod
     def of_shares(
@@ -308,7 +320,9 @@ class ShardedCache(Cache):
         layout = self.layout
         length = self.get_seq_length()
         spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
-        return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
+        if host == 0:
+            spans.append(range(layout.num_tokens, length))
+        return spans
 
     def gather(
         self, hosts: HostGroup, to_host: int = 0, releases: bool = False
@@ -328,9 +342,10 @@ class ShardedCache(Cache):
         if hosts.size == 1:
             gathered = DynamicCache()
             for share in self.layers:
-                gathered.layers.append(GrowingLayer())
-                gathered.layers[-1].hold(share.keys, share.values)
-                gathered.layers[-1].buffers = share.buffers if releases else None
+                layer = GrowingLayer()
+                layer.hold(share.keys, share.values)
+                layer.buffers = share.buffers if releases else None
+                gathered.layers.append(layer)
             return gathered
         gather = self._gather
         self._gather = None
@@ -343,10 +358,8 @@ class ShardedCache(Cache):
     ) -> Callable[..., Tensor]:
         """Wrap an attention so that each layer's KV is then sent to its home.
 
-        :meth:`gather` waits for the last.
-
-        For one forward pass over all layers, on every host. The transfer overlaps with the layers'
-        MLPs, when there is no other communication.
+        It serves one forward pass over all layers, on every host; :meth:`gather` waits for the last
+        transfer. The transfers overlap with the layers' MLPs, when there is no other communication.
         """
         gather = self._start_gather(hosts, self.home, releases=True)
         self._gather = gather
@@ -366,8 +379,8 @@ class ShardedCache(Cache):
 class LayerGather:
     """Sends layers to a cache on one host, one after the other; collective.
 
-    A layer's transfer is waited for when the next one is sent. It does not refer to the cache that
-    sends, which refers to it: a cancelled prefill's KV is freed at once.
+    A layer's transfer is waited for when the next one is sent. This object does not refer to the
+    cache that sends, which refers to it: a cancelled prefill's KV is freed at once.
 
     Args:
         layers: this host's shares.
@@ -387,7 +400,7 @@ class LayerGather:
     ):
         self._layers = layers
         self._spans = spans
-        self._counts = [sum(map(len, owned)) for owned in spans]
+        self._counts = [sum(len(span) for span in host_spans) for host_spans in spans]
         self._hosts = hosts
         self._to_host = to_host
         self._releases = releases
@@ -424,7 +437,9 @@ class LayerGather:
         self._exchange = None
         if self._releases:
             layer = self._layers[self._num_sent - 1]
-            layer.keys = layer.values = layer.buffers = None
+            layer.keys = None
+            layer.values = None
+            layer.buffers = None
         return shares
 
     def _place(self, shares: list[Tensor] | None) -> None:
@@ -434,17 +449,17 @@ class LayerGather:
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:
-    """Merge ``[2, B, Hkv, T_h, D]`` per host into one layer ``[B, Hkv, n, D]`` that has room for an
-    answer.
+    """Merge the hosts' shares into one layer ``[B, Hkv, n, D]`` that has room for an answer.
 
     Args:
+        shares: keys and values ``[2, B, Hkv, T_h, D]`` of each host.
         spans: the token positions of each host's rows.
     """
     layer = GrowingLayer()
     layer.reserve(shares[0][0], sum(share.shape[3] for share in shares))
-    for share, owned in zip(shares, spans, strict=True):
+    for share, host_spans in zip(shares, spans, strict=True):
         row = 0
-        for span in owned:
+        for span in host_spans:
             keys, values = share[:, :, :, row : row + len(span)]
             layer.keys[:, :, span.start : span.stop] = keys
             layer.values[:, :, span.start : span.stop] = values

@@ -1,5 +1,4 @@
-"""Description of a prompt's KV, which saved KV, tickets and consumers compare, and the rows of its
-parts.
+"""Description of a prompt's KV, for saved KV, tickets and consumers; and the rows of its parts.
 
 Other engines' processes import this module: it needs only torch and the standard library.
 """
@@ -7,7 +6,6 @@ Other engines' processes import this module: it needs only torch and the standar
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import repeat
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -47,7 +45,8 @@ class ModelIdentity:
     @classmethod
     def of(cls, other: "ModelIdentity") -> "ModelIdentity":
         """Take this class's fields from a larger description."""
-        return cls(**{each.name: getattr(other, each.name) for each in fields(cls)})
+        values = {field.name: getattr(other, field.name) for field in fields(cls)}
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +55,10 @@ class KVFacts(ModelIdentity):
 
     Attributes:
         num_tokens: n, the number of tokens.
-        tokens_sha256: :func:`digest_of_tokens` of the prompt.
-        positions_sha256: :func:`digest_of_positions` of its rotary positions.
-        position_rule: the rule that gave them, ``"transformers"`` or ``"vllm"``.
-        dtype: of keys and values, as torch names it.
+        tokens_sha256: the digest of the prompt's tokens (:func:`digest_of_tokens`).
+        positions_sha256: the digest of its rotary positions (:func:`digest_of_positions`).
+        position_rule: the rule that gave the positions, ``"transformers"`` or ``"vllm"``.
+        dtype: torch's name for the dtype of keys and values.
         num_layers, num_kv_heads, head_dim: sizes of the whole KV.
         method: the prefill method that ran.
         exact: whether its KV is that of full attention.
@@ -106,33 +105,48 @@ def malformed(name: str) -> StorageError:
 
 
 def from_json(kind: Any, value: Any, name: str = "") -> Any:
-    """Build a value of an annotated type, such as a dataclass of tuples of dataclasses, from parsed
-    JSON.
+    """Build a value of an annotated type from parsed JSON.
+
+    Args:
+        kind: a plain type, a dataclass, a tuple type, or one of these or None.
+        name: the value's name in errors.
 
     Raises:
         StorageError: the value is of another type, or an object lacks fields or has unknown ones.
     """
-    arguments = get_args(kind)
     if get_origin(kind) is UnionType:
-        (inner,) = (each for each in arguments if each is not NoneType)
-        return None if value is None else from_json(inner, value, name)
+        if value is None:
+            return None
+        return from_json(_without_none(kind), value, name)
     if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-        kinds = repeat(arguments[0], len(value)) if arguments[-1] is Ellipsis else arguments
-        if len(value) == len(arguments) or arguments[-1] is Ellipsis:
-            return tuple(
-                from_json(each, item, name) for each, item in zip(kinds, value, strict=True)
-            )
+        item_kinds = get_args(kind)
+        if item_kinds[-1] is Ellipsis:
+            item_kinds = (item_kinds[0],) * len(value)
+        if len(item_kinds) != len(value):
+            raise malformed(name)
+        items = zip(item_kinds, value, strict=True)
+        return tuple(from_json(item_kind, item, name) for item_kind, item in items)
     if is_dataclass(kind) and isinstance(value, dict):
-        known = get_type_hints(kind)
-        if set(value) != set(known):
-            wrong = ", ".join(sorted(set(map(str, value)) ^ set(known)))
-            raise StorageError(f"the KV description has missing or unknown fields: {wrong:.200}")
-        return kind(
-            **{field: from_json(known[field], item, field) for field, item in value.items()}
-        )
+        return _dataclass_from_json(kind, value)
     if type(value) is not kind:
         raise malformed(name)
     return value
+
+
+def _without_none(union: UnionType) -> Any:
+    """Return the other alternative of a type that may be None."""
+    return next(kind for kind in get_args(union) if kind is not NoneType)
+
+
+def _dataclass_from_json(kind: type, record: dict[Any, Any]) -> Any:
+    """Build a dataclass from an object of parsed JSON."""
+    kinds = get_type_hints(kind)
+    if set(record) != set(kinds):
+        names = {str(name) for name in record}
+        wrong = ", ".join(sorted(names ^ set(kinds)))
+        raise StorageError(f"the KV description has missing or unknown fields: {wrong:.200}")
+    values = {name: from_json(kinds[name], value, name) for name, value in record.items()}
+    return kind(**values)
 
 
 def digest_of_tokens(token_ids: Tensor | Sequence[int]) -> str:
@@ -141,8 +155,7 @@ def digest_of_tokens(token_ids: Tensor | Sequence[int]) -> str:
 
 
 def digest_of_positions(positions: Tensor) -> str:
-    """Compute the SHA-256 of rotary positions, ``[3, n]`` or ``[n]``, row by row as little-endian
-    int64."""
+    """Compute the SHA-256 of rotary positions ``[3, n]`` or ``[n]``, as little-endian int64."""
     return _digest(positions.to(torch.int64))
 
 
@@ -156,41 +169,50 @@ def length(run: Run) -> int:
     return run[1] - run[0]
 
 
-def rows_of(runs: Sequence[Run], wanted: Sequence[range]) -> Iterator[tuple[slice, slice]]:
-    """Yield which rows of a shard belong to the wanted tokens, and their places among these.
+def rows_of(runs: Sequence[Run], token_ranges: Sequence[range]) -> Iterator[tuple[slice, slice]]:
+    """Yield a shard's rows with requested tokens, and the places of these among all requested ones.
 
     Args:
         runs: the shard's token numbers, ascending; its rows are these runs one after the other.
+        token_ranges: the requested tokens, one range after the other.
     """
-    row = 0
+    first_row = 0
     for run in runs:
-        place = 0
-        for tokens in wanted:
+        first_place = 0
+        for tokens in token_ranges:
             common = intersect(range(*run), tokens)
             if common:
-                start = row + common.start - run[0]
-                at = place + common.start - tokens.start
-                yield slice(start, start + len(common)), slice(at, at + len(common))
-            place += len(tokens)
-        row += length(run)
+                row = first_row + common.start - run[0]
+                place = first_place + common.start - tokens.start
+                yield slice(row, row + len(common)), slice(place, place + len(common))
+            first_place += len(tokens)
+        first_row += length(run)
 
 
 def cover_once(shards: Iterable[tuple[Sequence[Run], Run]], kv_heads: range, tokens: range) -> bool:
-    """Return whether shards hold every one of some tokens, of every one of some KV heads, exactly
-    once.
+    """Return whether shards hold every one of some tokens' KV heads exactly once.
 
     Args:
-        shards: of each the runs of tokens and the range of KV heads, all within those asked about.
+        shards: each shard's runs of tokens and range of KV heads, within the following ones.
+        kv_heads: the KV heads that have to be covered.
+        tokens: the tokens that have to be covered.
     """
     shards = list(shards)
+    # Not by len, which is bounded: a manifest may have any number.
     num_heads = kv_heads.stop - kv_heads.start
     num_tokens = tokens.stop - tokens.start
-    cells = sum(length(heads) * sum(map(length, runs)) for runs, heads in shards)
-    if cells != num_heads * num_tokens:  # checked before memory is allocated
-        return False
-    held = torch.zeros(num_heads, num_tokens, dtype=torch.bool)
+
+    # How many are covered, before memory is allocated.
+    num_covered = 0
     for runs, heads in shards:
+        num_covered += length(heads) * sum(length(run) for run in runs)
+    if num_covered != num_heads * num_tokens:
+        return False
+
+    # Which are.
+    is_covered = torch.zeros(num_heads, num_tokens, dtype=torch.bool)
+    for runs, heads in shards:
+        rows = slice(heads[0] - kv_heads.start, heads[1] - kv_heads.start)
         for start, stop in runs:
-            of_heads = slice(heads[0] - kv_heads.start, heads[1] - kv_heads.start)
-            held[of_heads, start - tokens.start : stop - tokens.start] = True
-    return bool(held.all())
+            is_covered[rows, start - tokens.start : stop - tokens.start] = True
+    return bool(is_covered.all())

@@ -1,5 +1,4 @@
-"""Exports KV: holds it until it is fetched, serves it to consumers that present its secret, and
-frees it.
+"""Exports KV: holds it, serves it to consumers that present its secret, and frees it.
 
 Every process of a prefill instance has an :class:`Offers`. Host 0's decides when an offer ends, and
 notifies the others.
@@ -40,11 +39,10 @@ _logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0  # timeout for a reader that takes nothing
 _REQUEST_SECONDS = 10.0  # for a request to arrive
-_TELLING_SECONDS = 5.0  # timeout for notifying another host that an offer has ended
-_GRACE_SECONDS = (
-    1.0  # time for a current reader to be notified, between two layers, that an offer has ended
-)
-_REMEMBERED = 1024
+_NOTIFYING_SECONDS = 5.0  # timeout for notifying another host that an offer has ended
+# Time for a current reader to be notified, between two layers, that an offer has ended.
+_GRACE_SECONDS = 1.0
+_REMEMBERED = 1024  # ended offers whose ending is known
 # How an offer ends, and the reason that later fetches get.
 ENDINGS = {
     "fetched": "was already fetched",
@@ -59,20 +57,20 @@ class Offer:
     """Exported KV, available or ended.
 
     Attributes:
-        transfer, token: as in the ticket.
-        held: the KV that this process holds; None once it is free.
+        transfer, token: its id and its secret, which the ticket has, too.
+        share: the KV that this process holds; None once it is free.
         lives_until: when it expires, or when readers of an ended offer are cut off, by the
             monotonic clock.
-        ticket: on host 0, once every process has its share.
+        ticket: its ticket, on host 0, once every process has its share.
         readers: the readers that began to fetch.
         confirmed: the readers that have everything.
-        how: its ending; None while it is available.
+        how: its ending, one of :data:`ENDINGS`; None while it is available.
         streams: the connections that are reading from it.
     """
 
     transfer: str
     token: str
-    held: Share | None
+    share: Share | None
     lives_until: float
     ticket: Ticket | None = None
     readers: set[str] = field(default_factory=set)
@@ -98,8 +96,8 @@ class Offers(AbstractContextManager):
     Args:
         hosts: the group.
         host: the address to listen on.
-        port: of the first process; process p of the group listens on ``port + p``. 0 takes any that
-            is free.
+        port: the port of the first process; process p of the group listens on ``port + p``. 0: any
+            free one.
         advertised: the address that consumers get; None: ``host``, or for a wildcard address the
             one by which others reach the machine.
         seconds: lifetime of an offer; doubled once a reader has begun to fetch.
@@ -134,41 +132,41 @@ class Offers(AbstractContextManager):
         self._is_closed = False
         self._actions = {
             "fetch": self._fetch,
-            "done": self._done,
-            "drop": self._told,
-            "end": self._told,
+            "done": self._confirm,
+            "drop": self._drop_for_consumer,
+            "end": self._end_for_leader,
         }
         with ExitStack() as undo:
             with hosts.local_stage("listening for consumers of KV"):
-                process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-                own_port = port and port + process
-                what = f"cannot listen on {host}:{own_port} for consumers of KV"
-                with raised_as(ValueError, what, OSError, OverflowError, UnicodeError):
-                    reachable = advertised or reachable_address(host)
-                    listener = Listener((host, own_port), self._serve, _IDLE_SECONDS)
+                if port:
+                    port += hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+                failure = f"cannot listen on {host}:{port} for consumers of KV"
+                with raised_as(ValueError, failure, OSError, OverflowError, UnicodeError):
+                    reachable_host = advertised or reachable_address(host)
+                    listener = Listener((host, port), self._serve, _IDLE_SECONDS)
                 undo.callback(listener.close)  # if another process cannot listen
             undo.pop_all()
         self._listener = listener
-        self.address = (reachable, listener.server_address[1])
+        self.address = (reachable_host, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
 
     def __exit__(self, *error) -> None:
         self.close()
 
-    def hold(self, transfer: str, token: str, held: Share) -> None:
+    def hold(self, transfer: str, token: str, share: Share) -> None:
         """Export this process's share of a transfer's KV.
 
         Raises:
             StorageError: the server is shutting down.
         """
-        # Host 0 decides, once it is published; the others expire it themselves only if they are not
-        # notified.
+        # Host 0 decides when it expires, once it is published; the others expire it themselves only
+        # if they are not notified.
         lives_until = math.inf if self._leads else time.monotonic() + 3 * self._seconds
         with self._changed:
             if self._is_closed:
                 raise StorageError("cannot export KV: the server is shutting down")
-            self._offers[transfer] = Offer(transfer, token, held, lives_until)
+            self._offers[transfer] = Offer(transfer, token, share, lives_until)
             self._changed.notify_all()
 
     def publish(self, ticket: Ticket) -> None:
@@ -181,7 +179,8 @@ class Offers(AbstractContextManager):
             offer = self._offers.get(ticket.transfer)
             if offer is None:
                 raise StorageError(f"the KV of transfer {ticket.transfer} is no longer available")
-            offer.ticket, offer.lives_until = ticket, time.monotonic() + self._seconds
+            offer.ticket = ticket
+            offer.lives_until = time.monotonic() + self._seconds
             self._changed.notify_all()
 
     def drop(self, transfer: str) -> None:
@@ -189,7 +188,8 @@ class Offers(AbstractContextManager):
 
         On the leader this notifies the other processes.
         """
-        if offer := self._offers.get(transfer):
+        offer = self._offers.get(transfer)
+        if offer is not None:
             self._end(offer, "dropped")
 
     def close(self) -> None:
@@ -206,10 +206,12 @@ class Offers(AbstractContextManager):
     # How offers end.
 
     def _end(self, offer: Offer, how: str) -> None:
+        """End an offer, and free it once nobody reads from it; do nothing if it has ended."""
         with self._changed:
             if offer.how is not None:
                 return
-            offer.how, offer.lives_until = how, time.monotonic() + _GRACE_SECONDS
+            offer.how = how
+            offer.lives_until = time.monotonic() + _GRACE_SECONDS
             self._past[offer.transfer] = self._offers.pop(offer.transfer)
             if len(self._past) > _REMEMBERED:
                 self._past.popitem(last=False)
@@ -219,26 +221,31 @@ class Offers(AbstractContextManager):
         self._free(offer)
 
     def _free(self, offer: Offer) -> None:
-        offer.held = None
+        """Free an ended offer's memory; the leader notifies the others, and whoever counts it."""
+        offer.share = None
         if offer.ticket is None:
             return
         if offer.how != "closed":  # then all processes close theirs
-            order = {
-                "do": "end",
-                "transfer": offer.transfer,
-                "token": offer.token,
-                "how": offer.how,
-            }
-            for source in offer.ticket.sources[1:]:
-                try:
-                    ask(source, order, _TELLING_SECONDS)
-                except StorageError as error:
-                    _logger.warning("the memory of ended KV transfers may be freed late: %s", error)
+            self._notify_others(offer)
         if self._on_end is not None:
             try:
                 self._on_end(offer.transfer, offer.how, offer.ticket.num_bytes)
             except Exception:
                 _logger.exception("the clean-up of an ended KV transfer failed")
+
+    def _notify_others(self, offer: Offer) -> None:
+        """Have the other processes end an offer, too."""
+        request = {
+            "do": "end",
+            "transfer": offer.transfer,
+            "token": offer.token,
+            "how": offer.how,
+        }
+        for source in offer.ticket.sources[1:]:
+            try:
+                ask(source, request, _NOTIFYING_SECONDS)
+            except StorageError as error:
+                _logger.warning("the memory of ended KV transfers may be freed late: %s", error)
 
     def _watch(self) -> None:
         """End expired offers, and cut off readers of ended ones."""
@@ -246,15 +253,13 @@ class Offers(AbstractContextManager):
             with self._changed:
                 if self._is_closed:
                     return
-                waiting = [
-                    *self._offers.values(),
-                    *(offer for offer in self._past.values() if offer.streams),
-                ]
+                offers = list(self._offers.values())
+                offers += [offer for offer in self._past.values() if offer.streams]
                 now = time.monotonic()
-                late = [offer for offer in waiting if offer.lives_until <= now]
+                late = [offer for offer in offers if offer.lives_until <= now]
                 if not late:
-                    soonest = min((offer.lives_until - now for offer in waiting), default=math.inf)
-                    self._changed.wait(min(soonest, threading.TIMEOUT_MAX))
+                    seconds = min((offer.lives_until - now for offer in offers), default=math.inf)
+                    self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
                 for offer in late:
                     if offer.how is not None:
                         offer.lives_until = math.inf
@@ -266,6 +271,7 @@ class Offers(AbstractContextManager):
     # Requests of other processes.
 
     def _serve(self, connection: socket.socket, trust: Callable[[], None]) -> None:
+        """Answer a connection's request."""
         try:
             request = read_message(connection, _REQUEST_SECONDS)
             action = self._actions.get(str(request.get("do")))
@@ -289,8 +295,8 @@ class Offers(AbstractContextManager):
         with self._changed:
             offer.require_alive()
             offer.streams.add(connection)
-            if not offer.readers:
-                offer.lives_until += self._seconds if self._leads else 0.0
+            if self._leads and not offer.readers:
+                offer.lives_until += self._seconds
             offer.readers.add(reader)
         try:
             self._send(connection, request, offer)
@@ -305,18 +311,20 @@ class Offers(AbstractContextManager):
                 self._free(offer)
 
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
-        share = offer.held
-        tokens, kv_heads, layers = (
-            range_of(request, name) for name in ("tokens", "kv_heads", "layers")
-        )
-        runs, heads, in_host_memory = share.part(tokens, kv_heads, layers)
-        send_message(connection, {"tokens": runs, "kv_heads": heads})
-        for index, states in zip(layers, in_host_memory, strict=True):
+        """Send the requested part, unless the offer ends meanwhile."""
+        share = offer.share
+        tokens = range_of(request, "tokens")
+        kv_heads = range_of(request, "kv_heads")
+        layers = range_of(request, "layers")
+        part = share.part(tokens, kv_heads, layers)
+        send_message(connection, {"tokens": part.runs, "kv_heads": part.kv_heads})
+        for index, states in zip(layers, part.layers, strict=True):
             offer.require_alive()
             send_message(connection, {"layer": index})
             send_message(connection, {"crc32": send_rows(connection, states)})
 
-    def _done(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+    def _confirm(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+        """Note that a reader has everything; the last one ends the offer."""
         reader, num_readers = reader_of(request)
         with self._changed:
             offer.confirmed.add(reader)
@@ -324,8 +332,15 @@ class Offers(AbstractContextManager):
         if is_complete:
             self._end(offer, "fetched")
 
-    def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
-        how = "dropped" if request["do"] == "drop" else str(request.get("how"))
+    def _drop_for_consumer(
+        self, connection: socket.socket, request: dict[str, Any], offer: Offer
+    ) -> None:
+        self._end(offer, "dropped")
+
+    def _end_for_leader(
+        self, connection: socket.socket, request: dict[str, Any], offer: Offer
+    ) -> None:
+        how = str(request.get("how"))
         if how not in ENDINGS:
             raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)

@@ -4,7 +4,6 @@ Callers use the interface :class:`PlacedKV` for both.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class PlacedKV:
         num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None if one host has
             all of it.
-        states: those of a hybrid's linear attention after the prompt, the same on every host; None:
-            it has none.
+        states: a hybrid's states of linear attention after the prompt, the same on every host;
+            None: the model has none.
     """
 
     hosts: HostGroup
@@ -39,34 +38,40 @@ class PlacedKV:
     states: LinearStates | None
 
     def continued(self) -> DynamicCache | ShardedCache | None:
-        """Drop the tokens of an earlier answer; return the cache to which a new answer's are
-        appended."""
-        if (
-            self.cache is not None
-            and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0
-        ):
-            self.cache.crop(-surplus)
+        """Drop an earlier answer's tokens, and return the cache to append a new answer to."""
+        if self.cache is None:
+            return None
+        num_answer_tokens = self.cache.get_seq_length() - self.num_tokens
+        if num_answer_tokens > 0:
+            self.cache.crop(-num_answer_tokens)
         return self.cache
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that this KV keeps allocated on this host; a view counts as the whole
-        underlying tensor."""
-        layers = () if self.cache is None else self.cache.layers
-        tensors = chain.from_iterable((layer.keys, layer.values) for layer in layers)
-        tensors = chain(tensors, *(() if self.states is None else self.states.tensors))
+        """The bytes that this KV keeps allocated on this host.
+
+        A view counts as the whole underlying tensor.
+        """
+        tensors = []
+        if self.cache is not None:
+            for layer in self.cache.layers:
+                tensors += [layer.keys, layer.values]
+        if self.states is not None:
+            for layer_tensors in self.states.tensors:
+                tensors += layer_tensors
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class GatheredKV(PlacedKV):
-    """KV gathered on one host, its home, which attends to it alone. Methods that speak of host 0
-    mean its home.
+    """KV gathered on one host, its home, which attends to it alone.
+
+    Methods that speak of host 0 mean its home.
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to
             it.
-        num_tokens: n.
-        states: see :class:`PlacedKV`; the same on every host.
+        num_tokens: n, the tokens of the prompt.
+        states: a hybrid's states of linear attention, the same on every host.
     """
 
     attending = None
@@ -84,10 +89,9 @@ class GatheredKV(PlacedKV):
         self.states = states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
-        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None
-        elsewhere; collective.
+        """Return a separate cache with the prompt's KV on one host, None elsewhere; collective.
 
-        The cache may share memory with this KV.
+        The cache has ``[1, Hkv, n, D]`` per layer, and may share memory with this KV.
 
         Raises:
             ValueError: the KV cannot be given to that host.
@@ -101,23 +105,27 @@ class GatheredKV(PlacedKV):
     @property
     def whole(self) -> DynamicCache | None:
         """The prompt's KV without a copy; None if not all of it is on this host. Not collective."""
-        return (
-            None
-            if self.cache is None
-            else first_tokens(self.cache, self.num_tokens, DynamicCache())
-        )
+        return self._first_tokens(self.num_tokens)
 
-    def held(self) -> tuple[Sequence[range], Layers] | None:
-        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it
-        holds none."""
+    def _first_tokens(self, num_tokens: int) -> DynamicCache | None:
+        """Return a view of the first tokens' KV; None if this host has no KV."""
         if self.cache is None:
             return None
-        return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
+        return first_tokens(self.cache, num_tokens, DynamicCache())
+
+    def held(self) -> tuple[Sequence[range], Layers] | None:
+        """Return the prompt's tokens that this host holds, in row order, and their KV.
+
+        None: it holds none.
+        """
+        whole = self.whole
+        if whole is None:
+            return None
+        return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
         """Return a view of the KV before the query; None if the query's KV is sharded, too."""
-        view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
-        return GatheredKV(view, num_tokens, self.hosts)
+        return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
         """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
@@ -130,13 +138,16 @@ class GatheredKV(PlacedKV):
         """Copy some tokens' KV to host 0, and return None elsewhere; collective.
 
         Args:
-            chosen: see :func:`apbv.kv.select.select_kv`.
+            chosen: per layer ``[Hkv, T]``, ascending token numbers
+                (:func:`apbv.kv.select.select_kv`).
         """
         return None if self.cache is None else select_kv(self.whole, chosen)
 
     def first_layers(self, count: int) -> DynamicCache | None:
-        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective. It may
-        share memory."""
+        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective.
+
+        It may share memory with this KV.
+        """
         cache = self.whole
         if cache is not None:
             cache.layers = cache.layers[:count]
@@ -157,8 +168,10 @@ class ShardedKV(PlacedKV):
         self.num_tokens = cache.layout.num_tokens
 
     def gathered(self) -> GatheredKV:
-        """Gather the KV on its home, and free the shards; collective. This KV must not be used
-        afterwards."""
+        """Gather the KV on its home, and free the shards; collective.
+
+        This KV must not be used afterwards.
+        """
         cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
         return GatheredKV(cache, self.num_tokens, self.hosts, self.states)
 
@@ -168,19 +181,20 @@ class ShardedKV(PlacedKV):
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
         spans = self.cache.layout.cache_spans(self.hosts.rank)
-        count = sum(map(len, spans))
-        return (spans, self._rows(count)) if count else None
+        num_rows = sum(len(span) for span in spans)
+        return (spans, self._rows(num_rows)) if num_rows else None
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):
             return None  # the query is split over the hosts, too
-        rows = sum(
-            len(span) for span in layout.cache_spans(self.hosts.rank) if span != layout.query
-        )
-        return self._with_query_to_come(rows, layout)
+        num_rows = 0
+        for span in layout.cache_spans(self.hosts.rank):
+            if span != layout.query:
+                num_rows += len(span)
+        return self._before_query(num_rows, layout)
 
     def behind(self, layout: ContextLayout) -> "ShardedKV":
-        return self._with_query_to_come(None, layout)
+        return self._before_query(None, layout)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
         return collect_kv(self.cache, chosen, self.hosts)
@@ -191,12 +205,14 @@ class ShardedKV(PlacedKV):
         return self.select([all_tokens] * count)
 
     def _rows(self, count: int | None) -> Layers:
-        return [
-            (layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers
-        ]
+        """Return every layer's first rows on this host; None: all rows."""
+        layers = []
+        for layer in self.cache.layers:
+            layers.append((layer.keys[:, :, :count], layer.values[:, :, :count]))
+        return layers
 
-    def _with_query_to_come(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
-        shares = ShardedCache.of_shares(
-            self._rows(num_rows), layout, self.hosts.rank, holds_query=False
-        )
-        return ShardedKV(shares, self.hosts)
+    def _before_query(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
+        """Return the KV of a prompt's first rows, to which the query is still to be appended."""
+        rows = self._rows(num_rows)
+        cache = ShardedCache.of_shares(rows, layout, self.hosts.rank, holds_query=False)
+        return ShardedKV(cache, self.hosts)

@@ -1,5 +1,4 @@
-"""Consumer side of a KV transfer: receives the KV that a ticket names from the producers' memory,
-layer by layer.
+"""Consumer side of a KV transfer: receives a ticket's KV from the producers, layer by layer.
 
 Consumers are other engines' processes, so it needs only torch and the standard library.
 """
@@ -35,7 +34,7 @@ class RemoteKV(AbstractContextManager):
     context manager, or call :meth:`close`.
 
     Args:
-        ticket: its ticket.
+        ticket: names the KV.
         timeout: seconds without any progress after which a wait ends in an error.
         num_readers: number of processes that will read and confirm; the KV is kept until all of
             them have.
@@ -44,8 +43,9 @@ class RemoteKV(AbstractContextManager):
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1):
         self.ticket = ticket
         self.timeout = timeout
-        self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
-        self._reading = None
+        self._reader = secrets.token_hex(16)
+        self._num_readers = num_readers
+        self._layers: Iterator[tuple[Tensor, Tensor]] | None = None  # being received
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
@@ -66,55 +66,56 @@ class RemoteKV(AbstractContextManager):
             StorageError: from the iterator: the KV has ended, cannot be reached, or is damaged.
         """
         ticket = self.ticket
-        sizes = {
-            "tokens": ticket.num_tokens,
-            "kv_heads": ticket.num_kv_heads,
-            "layers": ticket.num_layers,
-        }
-        asked = {"tokens": tokens, "kv_heads": kv_heads, "layers": layers}
-        asked = {name: range(sizes[name]) if run is None else run for name, run in asked.items()}
-        for name, run in asked.items():
-            if run.step != 1 or not 0 <= run.start <= run.stop <= sizes[name]:
-                raise ValueError(f"{name} {run} are not within the KV's {sizes[name]}")
+        if kv_heads is None:
+            kv_heads = range(ticket.num_kv_heads)
+        if layers is None:
+            layers = range(ticket.num_layers)
+        _require_within("tokens", tokens, ticket.num_tokens)
+        _require_within("kv_heads", kv_heads, ticket.num_kv_heads)
+        _require_within("layers", layers, ticket.num_layers)
         self.close()
-        self._reading = self._received(**asked)
-        return self._reading
+        self._layers = self._received(tokens, kv_heads, layers)
+        return self._layers
 
     def _received(
         self, tokens: range, kv_heads: range, layers: range
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Connect to all sources, and yield each layer while the next one is received."""
         addresses = list(dict.fromkeys(self.ticket.sources))
-        shape = 2, len(kv_heads), len(tokens), self.ticket.head_dim
+        shape = (2, len(kv_heads), len(tokens), self.ticket.head_dim)
         # One layer is being used, the other received.
         buffers = [torch.empty(shape, dtype=self.ticket.torch_dtype) for _ in layers[:2]]
         with ExitStack() as stack:
-            pool = stack.enter_context(
-                ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver")
-            )
-            begun = [
-                pool.submit(Source, self, stack, each, tokens, kv_heads, layers)
-                for each in addresses
-            ]
-            sources = _all_of(begun)
-            if not cover_once(
-                ((source.runs, source.kv_heads) for source in sources), kv_heads, tokens
-            ):
+            pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver")
+            stack.enter_context(pool)
+
+            # Connect.
+            connecting = []
+            for address in addresses:
+                connecting.append(
+                    pool.submit(Source, self, stack, address, tokens, kv_heads, layers)
+                )
+            sources = _results(connecting)
+            shards = [(source.runs, source.kv_heads) for source in sources]
+            if not cover_once(shards, kv_heads, tokens):
                 raise StorageError(
                     f"the sources of {self.name} do not cover every token exactly once"
                 )
 
-            def begin(number: int) -> list[Future]:
+            # Receive.
+            def receive(number: int) -> list[Future]:
                 buffer = buffers[number % len(buffers)]
                 return [pool.submit(source.receive, layers[number], buffer) for source in sources]
 
-            coming = begin(0) if layers else []
+            receiving = receive(0) if layers else []
             for number in range(len(layers)):
-                _all_of(coming)
-                coming = begin(number + 1) if number + 1 < len(layers) else []
-                yield tuple(buffers[number % len(buffers)])
+                _results(receiving)
+                receiving = receive(number + 1) if number + 1 < len(layers) else []
+                keys, values = buffers[number % len(buffers)]
+                yield keys, values
 
     def confirm(self) -> None:
-        """Confirm that this reader has all it wanted. The KV ends once all readers have confirmed.
+        """Confirm that this reader has everything; the KV ends once all readers have confirmed.
 
         Raises:
             StorageError: the producers cannot be reached, or the KV had already ended. Received
@@ -122,14 +123,19 @@ class RemoteKV(AbstractContextManager):
         """
         ask(self.ticket.sources[0], self.request("done"), self.timeout)
 
-    def request(self, what: str, **more: Any) -> dict[str, Any]:
-        """Build a request (see :mod:`.wire`)."""
+    def request(self, operation: str, **fields: Any) -> dict[str, Any]:
+        """Build a request of the transfer protocol (:mod:`.wire`).
+
+        Args:
+            fields: the operation's own fields.
+        """
         return {
-            "do": what,
+            "do": operation,
             "transfer": self.ticket.transfer,
             "token": self.ticket.token,
-            **self._reader,
-            **more,
+            "reader": self._reader,
+            "num_readers": self._num_readers,
+            **fields,
         }
 
     @property
@@ -139,9 +145,9 @@ class RemoteKV(AbstractContextManager):
 
     def close(self) -> None:
         """Stop receiving."""
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
 
     def __exit__(self, *error) -> None:
         self.close()
@@ -162,10 +168,11 @@ class Source:
     Args:
         remote: the KV.
         stack: closes the connection, also for a thread that waits for it.
-        tokens, kv_heads, layers: the part that is wanted.
+        address: where the process listens.
+        tokens, kv_heads, layers: the requested part.
 
     Attributes:
-        runs, kv_heads: which of the wanted tokens and KV heads it has.
+        runs, kv_heads: the requested tokens and KV heads that it has.
 
     Raises:
         StorageError: it cannot be reached, or rejects the request.
@@ -184,18 +191,27 @@ class Source:
         self._address = address
         self._tokens = tokens
         self._first_head = kv_heads.start
-        wanted = {"tokens": tokens, "kv_heads": kv_heads, "layers": layers}
-        ends = {name: [run.start, run.stop] for name, run in wanted.items()}
+        request = remote.request(
+            "fetch",
+            tokens=[tokens.start, tokens.stop],
+            kv_heads=[kv_heads.start, kv_heads.stop],
+            layers=[layers.start, layers.stop],
+        )
         with self._described("at once"):
             self._connection = stack.enter_context(connect(address, remote.timeout))
             stack.callback(sever, self._connection)
-            reply = ask_on(self._connection, remote.request("fetch", **ends), remote.timeout)
+            reply = ask_on(self._connection, request, remote.timeout)
         with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
-            self.kv_heads = first, last = (
-                tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
-            )
-            edges = [tokens.start, *(edge for run in self.runs for edge in run), tokens.stop]
+            self.kv_heads = (kv_heads.start, kv_heads.start)
+            if self.runs:
+                first, last = reply["kv_heads"]
+                self.kv_heads = (first, last)
+            edges = [tokens.start]
+            for run in self.runs:
+                edges += run
+            edges.append(tokens.stop)
+            first, last = self.kv_heads
             if edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop:
                 return
         raise StorageError("KV source sent invalid ranges")
@@ -208,20 +224,24 @@ class Source:
         """
         name = self._remote.name
         timeout = self._remote.timeout
-        heads = slice(*(head - self._first_head for head in self.kv_heads))
-        places = [place for _, place in rows_of(self.runs, [self._tokens])]
         with self._described(f"in layer {index} of {self._remote.ticket.num_layers}"):
             if read_message(self._connection, timeout).get("layer") != index:
                 raise StorageError(f"layer {index} of {name} arrived out of order")
-            # The order of sending: keys, values; of each head by head; and of a head run by run.
-            rows = (
-                head[None, place] for states in buffer for head in states[heads] for place in places
-            )
-            checksum = receive_rows(self._connection, rows)
+            checksum = receive_rows(self._connection, self._rows_in(buffer))
             if read_message(self._connection, timeout).get("crc32") != checksum:
                 raise StorageError(
                     f"layer {index} of {name} was damaged in transfer: wrong checksum"
                 )
+
+    def _rows_in(self, buffer: Tensor) -> Iterator[Tensor]:
+        """Yield this source's rows of keys and values ``[2, H, T, D]``, in the order of sending."""
+        first, last = self.kv_heads
+        heads = slice(first - self._first_head, last - self._first_head)
+        places = [place for _, place in rows_of(self.runs, [self._tokens])]
+        for states in buffer:  # keys, values
+            for head in states[heads]:
+                for place in places:
+                    yield head[None, place]
 
     @contextmanager
     def _described(self, place: str) -> Iterator[None]:
@@ -236,7 +256,13 @@ class Source:
             raise unreachable(self._address, error) from error
 
 
-def _all_of(futures: list[Future]) -> list[Any]:
-    """Wait until all futures are done, and return their results in any order, or raise the first
-    error."""
-    return [future.result() for future in wait(futures, return_when=FIRST_EXCEPTION).done]
+def _require_within(name: str, run: range, size: int) -> None:
+    """Raise ValueError unless a range lies within the KV."""
+    if run.step != 1 or not 0 <= run.start <= run.stop <= size:
+        raise ValueError(f"{name} {run} are not within the KV's {size}")
+
+
+def _results(futures: list[Future]) -> list[Any]:
+    """Wait for all futures; return their results in any order, or raise the first error."""
+    done = wait(futures, return_when=FIRST_EXCEPTION).done
+    return [future.result() for future in done]

@@ -6,7 +6,8 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,36 @@ _logger = logging.getLogger(__name__)
 MAX_STRANGERS = 64  # connections that have not presented a secret yet
 _ENDING_SECONDS = 5.0
 _POLL_SECONDS = 0.05  # after which a listener that ends notices
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a share that a consumer has requested.
+
+    Attributes:
+        runs: its token numbers.
+        kv_heads: its KV heads.
+        layers: each layer's keys and values ``[H, T, D]`` in CPU memory, with contiguous rows: the
+            share's own memory if possible, valid until the next are requested.
+    """
+
+    runs: list[Run]
+    kv_heads: Run
+    layers: Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A layer on its way from the GPU to CPU memory."""
+
+    keys: Tensor
+    values: Tensor
+    event: torch.cuda.Event
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values once they have arrived."""
+        self.event.synchronize()
+        return self.keys, self.values
 
 
 class Share:
@@ -47,73 +78,78 @@ class Share:
         if self._device.type == "cuda":
             self._computed = torch.cuda.current_stream(self._device).record_event()
 
-    def part(
-        self, tokens: range, kv_heads: range, layers: range
-    ) -> tuple[list[Run], Run, Iterator[tuple[Tensor, Tensor]]]:
+    def part(self, tokens: range, kv_heads: range, layers: range) -> Part:
         """Return the requested part of this share, which may be empty.
-
-        Returns:
-            The part's token numbers; its KV heads; and of each layer its keys and values
-            ``[H, T, D]`` in CPU memory, with contiguous rows: the share's own memory if possible,
-            valid until the next are requested.
 
         Raises:
             StorageError: layers are out of range.
         """
         if layers.stop > len(self._layers):
             raise StorageError(f"the KV has {len(self._layers)} layers, not {layers.stop}")
-        heads = intersect(self.kv_heads, kv_heads)
-        found = list(rows_of(self.runs, [tokens])) if heads else []
-        runs = [(tokens.start + place.start, tokens.start + place.stop) for _, place in found]
-        # The runs ascend, so a range of tokens maps to contiguous rows.
-        rows = slice(found[0][0].start, found[-1][0].stop) if found else slice(0, 0)
-        chosen = slice(heads.start - self.kv_heads.start, heads.stop - self.kv_heads.start), rows
-        states = (
-            (keys[chosen], values[chosen])
-            for keys, values in self._layers[layers.start : layers.stop]
-        )
+        common_heads = intersect(self.kv_heads, kv_heads)
+        pieces = list(rows_of(self.runs, [tokens])) if common_heads else []
+        runs = [(tokens.start + place.start, tokens.start + place.stop) for _, place in pieces]
+        rows = slice(0, 0)
+        if pieces:
+            # The runs ascend, so a range of tokens maps to contiguous rows.
+            first_rows, _ = pieces[0]
+            last_rows, _ = pieces[-1]
+            rows = slice(first_rows.start, last_rows.stop)
+        first_head = self.kv_heads.start
+        heads = slice(common_heads.start - first_head, common_heads.stop - first_head)
+        states = []
+        for keys, values in self._layers[layers.start : layers.stop]:
+            states.append((keys[heads, rows], values[heads, rows]))
         in_host_memory = _contiguous(states) if self._computed is None else self._copied(states)
-        return runs, (heads.start, heads.stop), in_host_memory
+        return Part(runs, (common_heads.start, common_heads.stop), in_host_memory)
 
-    def _copied(self, layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copy layers from the GPU, each while the previous one is being sent, next to other GPU
-        work."""
+    def _copied(self, layers: Layers) -> Iterator[tuple[Tensor, Tensor]]:
+        """Copy layers from the GPU, beside other GPU work, each while the previous one is sent."""
         stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
-        buffers: list[list[Tensor]] = []
+        # Of the layers with even and with odd numbers.
+        buffers: list[tuple[Tensor, Tensor]] = []
 
-        def start(
-            states: tuple[Tensor, Tensor], number: int
-        ) -> tuple[list[Tensor], torch.cuda.Event]:
-            if len(buffers) <= number % 2:
-                buffers.append(
-                    [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in states]
-                )
+        def start(number: int) -> _Copy:
+            keys, values = layers[number]
+            if number < 2:
+                buffers.append((_pinned_like(keys), _pinned_like(values)))
+            key_buffer, value_buffer = buffers[number % 2]
             with torch.cuda.stream(stream):
-                for buffer, each in zip(buffers[number % 2], states, strict=True):
-                    buffer.copy_(each, non_blocking=True)
-                return buffers[number % 2], stream.record_event()
+                key_buffer.copy_(keys, non_blocking=True)
+                value_buffer.copy_(values, non_blocking=True)
+                return _Copy(key_buffer, value_buffer, stream.record_event())
 
-        under_way = None
+        newest = None
         try:
-            for number, states in enumerate(layers):
-                previous = under_way
-                under_way = start(states, number)
+            for number in range(len(layers)):
+                previous = newest
+                newest = start(number)
                 if previous is not None:
-                    previous[1].synchronize()
-                    yield tuple(previous[0])
-            if under_way is not None:
-                under_way[1].synchronize()
-                yield tuple(under_way[0])
+                    yield previous.wait()
+            if newest is not None:
+                yield newest.wait()
         finally:  # neither the KV nor the buffers may be freed before
-            if under_way is not None:
-                under_way[1].synchronize()
+            if newest is not None:
+                newest.wait()
 
 
-def _contiguous(layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield keys and values ``[H, T, D]`` with contiguous rows, copied only if theirs are not."""
-    for layer in layers:
-        yield tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in layer)
+def _pinned_like(states: Tensor) -> Tensor:
+    """Return an uninitialised tensor in page-locked memory."""
+    return torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+
+
+def _contiguous(layers: Layers) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield keys and values ``[H, T, D]`` with contiguous rows."""
+    for keys, values in layers:
+        yield _with_contiguous_rows(keys), _with_contiguous_rows(values)
+
+
+def _with_contiguous_rows(states: Tensor) -> Tensor:
+    """Return states ``[H, T, D]`` whose rows are contiguous, copied only if theirs are not."""
+    _, row_stride, element_stride = states.stride()
+    is_contiguous = row_stride == states.shape[2] and element_stride == 1
+    return states if is_contiguous else states.contiguous()
 
 
 class Listener(socketserver.ThreadingTCPServer):
@@ -132,7 +168,8 @@ class Listener(socketserver.ThreadingTCPServer):
         OSError: it cannot listen there.
     """
 
-    allow_reuse_address = daemon_threads = True
+    allow_reuse_address = True
+    daemon_threads = True
     request_queue_size = 128
 
     def __init__(
@@ -160,8 +197,10 @@ class Listener(socketserver.ThreadingTCPServer):
             connections = dict(self._connections)
         for connection in connections:
             sever(connection)
-        for thread in [self._acceptor, *filter(None, connections.values())]:
-            thread.join(_ENDING_SECONDS)
+        self._acceptor.join(_ENDING_SECONDS)
+        for thread in connections.values():
+            if thread is not None:
+                thread.join(_ENDING_SECONDS)
         self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -175,11 +214,12 @@ class Listener(socketserver.ThreadingTCPServer):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(self._idle_seconds)
         with self._lock:
-            self._connections[connection] = self._strangers[connection] = None
+            self._connections[connection] = None
+            self._strangers[connection] = None
             if len(self._strangers) > MAX_STRANGERS:
-                first = next(iter(self._strangers))
-                del self._strangers[first]
-                sever(first)
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                sever(oldest)
         return connection, address
 
     def finish_request(self, request: socket.socket, client_address: Any) -> None:
@@ -198,7 +238,8 @@ class Listener(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: socket.socket, client_address: Any) -> None:
         """Log a connection's error."""
-        if isinstance(error := sys.exc_info()[1], OSError):
+        error = sys.exception()
+        if isinstance(error, OSError):
             _logger.info("a KV connection was closed early: %s", error)
         else:
             _logger.exception("a KV request failed")

@@ -34,6 +34,15 @@ FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 _PROMPT = "prompt.safetensors"
 _SUBFOLDER = "kv-"
+# Errors from reading a file that is not a manifest.
+_MALFORMED = (
+    AttributeError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    RuntimeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class StoredVisual:
 
     Attributes:
         kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
-        num_tokens: visual placeholder tokens, of all of them together.
+        num_tokens: visual placeholder tokens of all videos and images together.
     """
 
     kind: str
@@ -133,37 +142,45 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def require_complete(self, path: Path) -> None:
-        """Check that each token of each KV head is in exactly one shard, and that each layer of a
-        shard has a file.
+        """Check that every token of every KV head and layer is in exactly one shard's file.
 
         Raises:
             StorageError: a token or a layer is missing, a token is in several shards, or the
                 reduction does not explain which visual tokens are left.
         """
-        is_whole = len(self.token_ids) == self.num_tokens
-        is_whole = is_whole and digest_of_tokens(self.token_ids) == self.tokens_sha256
-        if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
+        # The tokens, and a file for each layer.
+        has_all_tokens = len(self.token_ids) == self.num_tokens
+        if has_all_tokens:
+            has_all_tokens = digest_of_tokens(self.token_ids) == self.tokens_sha256
+        has_all_layers = all(len(shard.files) == self.num_layers for shard in self.shards)
+        if not has_all_tokens or not has_all_layers:
             raise StorageError(f"the manifest for {path} does not cover every token and layer")
+
+        # The files' sizes: nothing larger than a file is allocated.
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
-            num_bytes = sum(map(length, shard.tokens)) * length(shard.kv_heads) * token_bytes
-            if any(
-                file.bytes < num_bytes for file in shard.files
-            ):  # nothing larger than a file is allocated
+            num_tokens = sum(length(run) for run in shard.tokens)
+            num_bytes = num_tokens * length(shard.kv_heads) * token_bytes
+            if any(file.bytes < num_bytes for file in shard.files):
                 raise StorageError(f"the files for {path} are too small for their KV")
-        if self.reduction is not None:
-            kept = self.reduction.kept
-            num_left = self.visual and self.visual.num_tokens
-            ascending = all(
-                before < after for before, after in pairwise((-1, *kept, self.reduction.num_before))
+
+        # The reduction.
+        if self.reduction is not None and not self._matches(self.reduction):
+            raise StorageError(
+                f"the KV in {path} does not match the tokens that its pruning retained"
             )
-            if len(kept) != num_left or not ascending:
-                raise StorageError(
-                    f"the KV in {path} does not match the tokens that its pruning retained"
-                )
-        shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
+
+        # The shards.
+        shards = [(shard.tokens, shard.kv_heads) for shard in self.shards]
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
             raise StorageError(f"the shards for {path} do not cover every token exactly once")
+
+    def _matches(self, reduction: StoredReduction) -> bool:
+        """Return whether a reduction retains as many visual tokens as the prompt has."""
+        if self.visual is None or len(reduction.kept) != self.visual.num_tokens:
+            return False
+        bounded = (-1, *reduction.kept, reduction.num_before)
+        return all(before < after for before, after in pairwise(bounded))
 
 
 class SavedKV:
@@ -187,28 +204,20 @@ class SavedKV:
             StorageError: the manifest is missing, of another format, incomplete, or was changed.
         """
         path = Path(path)
+        manifest_path = path / MANIFEST_NAME
         try:
-            record = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+            record = json.loads(manifest_path.read_text(encoding="utf-8"))
             version = record.pop("format_version", None)
             if version != FORMAT_VERSION:
                 raise StorageError(f"it has format {version}; this version reads {FORMAT_VERSION}")
             saved = cls(path, from_json(Manifest, record))
             saved.manifest.require_complete(path)
         except FileNotFoundError:
-            raise StorageError(
-                f"there is no saved KV in {path}: it has no {MANIFEST_NAME}"
-            ) from None
-        except (
-            AttributeError,
-            OSError,
-            OverflowError,
-            RecursionError,
-            RuntimeError,
-            ValueError,
-        ) as error:
-            raise StorageError(
-                f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}"
-            ) from error
+            message = f"there is no saved KV in {path}: it has no {MANIFEST_NAME}"
+            raise StorageError(message) from None
+        except _MALFORMED as error:
+            message = f"{manifest_path} is not a manifest of saved KV: {error}"
+            raise StorageError(message) from error
         for file in saved.manifest.files():
             # The file may be missing, or the name invalid.
             with raised_as(StorageError, f"saved KV in {path} is incomplete", OSError, ValueError):
@@ -220,8 +229,9 @@ class SavedKV:
         return saved
 
     def prompt(self) -> dict[str, Tensor]:
-        """Read ``logits [1, V]`` of the last token, ``position_ids`` ``[3, n]`` or ``[n]``, a
-        hybrid's states.
+        """Read the last token's logits, the position ids, and a hybrid's states.
+
+        ``logits`` is ``[1, V]``, ``position_ids`` ``[3, n]`` or ``[n]``.
 
         Raises:
             StorageError: the file was changed, or is gone.
@@ -234,55 +244,66 @@ class SavedKV:
         tokens: range | Sequence[range] | None = None,
         kv_heads: range | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read a layer's keys and values, each ``[H_kv, T, D]``; by default of all heads and
-        tokens.
+        """Read a layer's keys and values, each ``[H_kv, T, D]``.
 
         Args:
             index: the layer, from 0.
-            tokens: a run of tokens, or several, which are concatenated.
-            kv_heads: a range of KV heads.
+            tokens: a run of tokens, or several, which are concatenated; None: all.
+            kv_heads: a range of KV heads; None: all.
 
         Raises:
             ValueError: the layer, tokens or KV heads are out of range.
             StorageError: a file was changed, or is gone.
         """
         manifest = self.manifest
-        tokens = range(manifest.num_tokens) if tokens is None else tokens
-        wanted = [tokens] if isinstance(tokens, range) else tokens
-        kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
-        sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
-        if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(
-            manifest.num_layers
-        ):
+        if tokens is None:
+            tokens = range(manifest.num_tokens)
+        token_ranges = [tokens] if isinstance(tokens, range) else tokens
+        if kv_heads is None:
+            kv_heads = range(manifest.num_kv_heads)
+        is_layer = index in range(manifest.num_layers)
+        are_tokens = all(_is_within(run, manifest.num_tokens) for run in token_ranges)
+        if not is_layer or not are_tokens or not _is_within(kv_heads, manifest.num_kv_heads):
             raise ValueError(
-                f"the KV in {self.path} has no layer {index}, tokens {wanted}, KV heads {kv_heads}"
+                f"the KV in {self.path} has no layer {index}, tokens {token_ranges}, KV heads "
+                f"{kv_heads}"
             )
-        shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
-        keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
+        shape = (len(kv_heads), sum(len(run) for run in token_ranges), manifest.head_dim)
+        keys = torch.empty(shape, dtype=manifest.torch_dtype)
+        values = torch.empty(shape, dtype=manifest.torch_dtype)
         for shard in manifest.shards:
             heads = intersect(kv_heads, range(*shard.kv_heads))
-            runs = list(rows_of(shard.tokens, wanted))
+            runs = list(rows_of(shard.tokens, token_ranges))
             if not heads or not runs:
                 continue
-            file = shard.files[index]
-            stored = self._read(file)
-            expected = (length(shard.kv_heads), sum(map(length, shard.tokens)), manifest.head_dim)
-            of_shard = slice(heads.start - shard.kv_heads[0], heads.stop - shard.kv_heads[0])
-            of_result = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
-            for name, result in (("keys", keys), ("values", values)):
-                states = stored.get(name)
-                if (
-                    states is None
-                    or states.shape != expected
-                    or states.dtype != manifest.torch_dtype
-                ):
-                    raise StorageError(
-                        f"{self._folder / file.name} does not hold the tensors that its manifest "
-                        "describes"
-                    )
-                for rows, places in runs:
-                    result[of_result, places] = states[of_shard, rows]
+            stored_keys, stored_values = self._read_layer(shard, index)
+            shard_heads = slice(heads.start - shard.kv_heads[0], heads.stop - shard.kv_heads[0])
+            result_heads = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
+            for rows, places in runs:
+                keys[result_heads, places] = stored_keys[shard_heads, rows]
+                values[result_heads, places] = stored_values[shard_heads, rows]
         return keys, values
+
+    def _read_layer(self, shard: Shard, index: int) -> tuple[Tensor, Tensor]:
+        """Read all of a shard's keys and values of a layer."""
+        manifest = self.manifest
+        num_tokens = sum(length(run) for run in shard.tokens)
+        expected_shape = (length(shard.kv_heads), num_tokens, manifest.head_dim)
+        file = shard.files[index]
+        stored = self._read(file)
+        for name in ("keys", "values"):
+            states = stored.get(name)
+            is_expected = (
+                states is not None
+                and states.shape == expected_shape
+                and states.dtype == manifest.torch_dtype
+            )
+            if not is_expected:
+                raise StorageError(
+                    f"{self._folder / file.name} does not hold the tensors that its manifest "
+                    "describes"
+                )
+        return stored["keys"], stored["values"]
 
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
         path = self._folder / file.name
@@ -294,12 +315,13 @@ class SavedKV:
 
 
 class Writer:
-    """Saves one host's share of a prefill; all hosts have one for the same directory at the same
-    time.
+    """Saves one host's share of a prefill.
+
+    All hosts have a writer for the same directory at the same time.
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
-        token: what no other save in this directory has, the same on all hosts.
+        token: a name that no other save in this directory has, the same on all hosts.
     """
 
     def __init__(self, path: Path, token: str):
@@ -323,15 +345,13 @@ class Writer:
             kv_heads: the range of KV heads.
             layers: keys and values ``[1, H_kv, T, D]``, rows in the order of ``tokens``.
         """
-        files = tuple(
-            self._write(
-                f"layer-{index:05d}.shard-{number:05d}.safetensors",
-                {"keys": keys[0].contiguous(), "values": values[0].contiguous()},
-            )
-            for index, (keys, values) in enumerate(layers)
-        )
+        files = []
+        for index, (keys, values) in enumerate(layers):
+            name = f"layer-{index:05d}.shard-{number:05d}.safetensors"
+            tensors = {"keys": keys[0].contiguous(), "values": values[0].contiguous()}
+            files.append(self._write(name, tensors))
         runs = tuple((run.start, run.stop) for run in tokens if len(run))
-        return Shard(runs, (kv_heads.start, kv_heads.stop), files)
+        return Shard(runs, (kv_heads.start, kv_heads.stop), tuple(files))
 
     def write_prompt(self, **tensors: Tensor) -> StoredFile:
         """Write the tensors that :meth:`SavedKV.prompt` reads."""
@@ -352,12 +372,11 @@ class Writer:
                 )
         manifest.require_complete(self.path)
         # Until it is moved, a failed save removes it with the rest.
-        fresh = self._folder / MANIFEST_NAME
-        _write_to_disk(
-            fresh, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}).encode()
-        )
+        new_path = self._folder / MANIFEST_NAME
+        record = {"format_version": FORMAT_VERSION, **asdict(manifest)}
+        _write_to_disk(new_path, json.dumps(record).encode())
         _sync_folder(self._folder)
-        os.replace(fresh, self.path / MANIFEST_NAME)
+        os.replace(new_path, self.path / MANIFEST_NAME)
         self._is_published = True
         _sync_folder(self.path)
         for leftover in self.path.glob(f"{_SUBFOLDER}*"):
@@ -392,6 +411,10 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_within(run: range, size: int) -> bool:
+    return run.start >= 0 and run.stop <= size
 
 
 def _require_inside(name: str) -> None:

@@ -23,7 +23,7 @@ class Ticket(KVFacts):
     """Names and describes exported KV.
 
     Attributes:
-        version: of the ticket's format and of the protocol that the sources speak.
+        version: the version of the ticket's format and of the protocol that the sources speak.
         transfer: a random 128-bit number as hex digits, which may appear in logs.
         token: a 256-bit secret as hex digits, which readers must present; it must not appear in
             logs.
@@ -41,18 +41,17 @@ class Ticket(KVFacts):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, digits in _HEX_DIGITS.items():
-            if len(value := getattr(self, name)) != digits or not set(value) <= set(
-                "0123456789abcdef"
-            ):
+        for name, num_digits in _HEX_DIGITS.items():
+            value = getattr(self, name)
+            if len(value) != num_digits or not set(value) <= set("0123456789abcdef"):
                 raise malformed(name)
-        are_sources = all(host and 0 < port < 65536 for host, port in self.sources)
-        if not 0 < len(self.sources) <= _MOST_SOURCES or not are_sources:
+        if not 0 < len(self.sources) <= _MOST_SOURCES:
+            raise malformed("sources")
+        if not all(host and 0 < port < 65536 for host, port in self.sources):
             raise malformed("sources")
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of a reply, to be sent with the request to the
-        consumer."""
+        """Return the ``kv_transfer_params`` of a reply, for the request to the consumer."""
         return {"do_remote_prefill": True, "do_remote_decode": False, _ENTRY: asdict(self)}
 
     @classmethod
@@ -73,7 +72,8 @@ class Ticket(KVFacts):
             return None
         if not isinstance(record, dict):
             raise StorageError(f"the ticket is {type(record).__name__}, not an object")
-        if (version := record.get("version")) != VERSION:
+        version = record.get("version")
+        if version != VERSION:
             raise StorageError(
                 f"the ticket has version {version!r:.40}; this version reads {VERSION}"
             )

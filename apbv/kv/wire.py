@@ -77,7 +77,8 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
         StorageError: the data is not a message of this protocol, or reports an error.
         OSError: a timeout, or the connection broke.
     """
-    deadline, before = time.monotonic() + seconds, connection.gettimeout()
+    deadline = time.monotonic() + seconds
+    timeout = connection.gettimeout()
 
     def read(count: int) -> bytes:
         content = bytearray(count)
@@ -93,18 +94,17 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
             raise StorageError("peer does not speak the KV protocol")
         content = read(length)
     finally:
-        connection.settimeout(before)
+        connection.settimeout(timeout)
     try:
         message = json.loads(content)
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # not JSON or text, too deep, or too long a number
+    except (RecursionError, ValueError) as error:
+        # Not JSON or text, too deep, or too long a number.
         raise StorageError(f"malformed KV message: {error}") from None
     if not isinstance(message, dict):
         raise StorageError("a KV message is not a JSON object")
-    if (error := message.get("error")) is not None:
-        raise StorageError(str(error)[:1000])
+    reported_error = message.get("error")
+    if reported_error is not None:
+        raise StorageError(str(reported_error)[:1000])
     return message
 
 
@@ -132,9 +132,11 @@ def receive_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
 
 
 def _received(connection: socket.socket, buffer: memoryview) -> int:
-    if not (count := connection.recv_into(buffer)):
+    """Receive into the beginning of a buffer, and return how many bytes."""
+    num_bytes = connection.recv_into(buffer)
+    if num_bytes == 0:
         raise Severed("connection closed by peer")
-    return count
+    return num_bytes
 
 
 def chunks_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
@@ -179,8 +181,10 @@ def unreachable(address: Address, error: OSError) -> StorageError:
 
 
 def reachable_address(host: str) -> str:
-    """Return the address by which other machines reach a listener on ``host``, which may be a
-    wildcard.
+    """Return the address by which other machines reach a listener.
+
+    Args:
+        host: the address on which it listens, which may be a wildcard.
 
     Raises:
         OSError: this machine's own address cannot be determined.
@@ -188,37 +192,35 @@ def reachable_address(host: str) -> str:
     if host not in ("", "0.0.0.0", "::"):
         return host
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    name = socket.gethostname()
     with suppress(socket.gaierror):
-        for *_, (address, *_) in socket.getaddrinfo(
-            socket.gethostname(), None, family, socket.SOCK_STREAM
-        ):
+        for *_, socket_address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
+            address = socket_address[0]
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
-    # Many systems resolve their own name to a loopback address, or not at all.
-    return _address_towards(
-        family, ("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9)
-    )
+    # Many systems resolve their own name to a loopback address, or not at all. These addresses are
+    # for documentation: nothing is sent to them.
+    outside = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    return _address_towards(family, (outside, 9))
 
 
 def own_address(http_host: str) -> str:
-    """Guess the address under which other processes, on machines that run the group or others,
-    reach this one.
+    """Guess the address under which other processes, of the group or not, reach this one.
 
     Args:
         http_host: the address on which the server listens for HTTP; if it is loopback, so is the
             result, unless the group runs on several machines.
 
     Raises:
-        OSError: as :func:`reachable_address`.
+        OSError: this machine's own address cannot be determined.
     """
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if is_one_machine:
         return LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
-    family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    found = _address_towards(family, address)
-    return reachable_address("0.0.0.0") if _is_loopback(found) else found
+    leader = os.environ["MASTER_ADDR"]
+    family, *_, leader_address = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
+    address = _address_towards(family, leader_address)
+    return reachable_address("0.0.0.0") if _is_loopback(address) else address
 
 
 def _address_towards(family: int, address: Any) -> str:

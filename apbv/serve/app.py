@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -43,7 +42,8 @@ from .worker import Worker
 _PARSERS = 4  # bodies parsed concurrently
 _TOKENIZERS = 4  # prompts tokenized concurrently for tokenize requests
 _LARGE_BODY = 2**24  # bytes; what such a body took is given back to the operating system
-_REQUEST_ID, _FITTING = "X-Request-Id", re.compile(r"[!-~]{1,256}")
+_REQUEST_ID = "X-Request-Id"
+_FITTING_ID = re.compile(r"[!-~]{1,256}")
 _CLIENT_CLOSED_REQUEST = 499  # not sent to anyone
 _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[Request], Awaitable[Response]]
@@ -66,38 +66,33 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 
         return guard
 
-    shared = {"allow_origins": settings.cors_origins, "expose_headers": [_REQUEST_ID]}
-    cors = [
-        Middleware(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"], **shared)
+    routes = [
+        Route("/v1/models", guarded(endpoints.models)),
+        Route("/v1/models/{name:path}", guarded(endpoints.one_model)),
+        Route("/v1/chat/completions", guarded(endpoints.chat), methods=["POST"]),
+        Route("/v1/completions", guarded(endpoints.complete), methods=["POST"]),
+        Route("/tokenize", guarded(endpoints.tokenize), methods=["POST"]),
+        Route("/detokenize", guarded(endpoints.detokenize), methods=["POST"]),
+        Route("/health", endpoints.health),
+        Route("/ping", endpoints.health, methods=["GET", "POST"]),
+        Route("/version", endpoints.version),
+        Route("/load", endpoints.load),
+        Route("/metrics", endpoints.metrics),
     ]
+    middleware = [Middleware(_with_request_ids), Middleware(_giving_memory_back)]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[_REQUEST_ID],
+        )
+        middleware.insert(0, cors)
     return Starlette(
-        routes=[
-            Route("/v1/models", guarded(endpoints.models)),
-            Route("/v1/models/{name:path}", guarded(endpoints.one_model)),
-            Route(
-                "/v1/chat/completions",
-                guarded(partial(endpoints.answer, ChatRequest)),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/completions",
-                guarded(partial(endpoints.answer, CompletionRequest)),
-                methods=["POST"],
-            ),
-            Route("/tokenize", guarded(endpoints.tokenize), methods=["POST"]),
-            Route("/detokenize", guarded(endpoints.detokenize), methods=["POST"]),
-            Route("/health", endpoints.health),
-            Route("/ping", endpoints.health, methods=["GET", "POST"]),
-            Route("/version", endpoints.version),
-            Route("/load", endpoints.load),
-            Route("/metrics", endpoints.metrics),
-        ],
-        middleware=[
-            *(cors if settings.cors_origins else ()),
-            Middleware(_with_request_ids),
-            Middleware(_giving_memory_back),
-        ],
-        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={ApiError: _error, HTTPException: _error, Exception: _error},
     )
 
 
@@ -107,12 +102,12 @@ class _Endpoints:
     def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
         self._worker = worker
         self._scheduler = scheduler
-        self._model, self._bodies = settings.model, Bodies(settings.max_body_bytes)
-        self._json_limits = JsonLimits.for_requests(
-            worker.reader.max_model_len, settings.max_frames
-        )
-        self._max_model_len, self._started = worker.reader.max_model_len, int(time.time())
-        self._num_answering = 0  # answers that are asked for now
+        self._model = settings.model
+        self._bodies = Bodies(settings.max_body_bytes)
+        self._max_model_len = worker.reader.max_model_len
+        self._json_limits = JsonLimits.for_requests(self._max_model_len, settings.max_frames)
+        self._started = int(time.time())
+        self._num_answering = 0  # requests that are being answered
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
         # Two, so that short texts do not wait for long ones.
         self._light = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer")
@@ -130,7 +125,8 @@ class _Endpoints:
         return JSONResponse(self._describe())
 
     async def health(self, _: Request) -> Response:
-        if reason := self._worker.reason_unavailable():
+        reason = self._worker.reason_unavailable()
+        if reason is not None:
             raise ApiError(503, reason)
         return Response()
 
@@ -143,76 +139,89 @@ class _Endpoints:
     async def metrics(self, _: Request) -> Response:
         return Response(self._scheduler.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
-        """Answer a request whose body is of some type."""
-        job_id = f"{body.id_prefix}-{request.state.request_id}"
+    async def chat(self, http_request: Request) -> Response:
+        return await self._answer(ChatRequest, http_request)
+
+    async def complete(self, http_request: Request) -> Response:
+        return await self._answer(CompletionRequest, http_request)
+
+    async def _answer(self, kind: type[GenerationRequest], http_request: Request) -> Response:
+        """Answer a request.
+
+        Args:
+            kind: the type of its body.
+        """
+        # Read the body.
+        job_id = f"{kind.id_prefix}-{http_request.state.request_id}"
         job = Job(job_id)
         try:
-            asked = await self._read(request, body)
+            body = await self._read(http_request, kind)
         except ApiError as error:
             self._scheduler.end(job, error, "invalid")
             raise
         except ClientDisconnect:
             self._scheduler.end(job, None, "cancelled")
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        prompts = asked.split()
-        choices = range(asked.num_answers, len(prompts) * asked.num_answers, asked.num_answers)
-        jobs = [job, *(Job(f"{job_id}-{choice}", job, choice) for choice in choices)]
+
+        # Submit a job for each prompt.
+        prompt_bodies = body.split()
+        jobs = [job]
+        for index in range(1, len(prompt_bodies)):
+            first_choice = index * body.num_answers
+            jobs.append(Job(f"{job_id}-{first_choice}", job, first_choice))
         self._worker.admit(*jobs)
-        watch = asyncio.create_task(self._cancel_when_gone(request, jobs))
+        watch = asyncio.create_task(self._cancel_when_gone(http_request, jobs))
         events = self._events(jobs, watch)
-        for each in zip(jobs, prompts, strict=True):
-            self._readers.submit(self._worker.submit, *each)
-        replies = Replies(jobs, asked, self._model)
+        for prompt_job, prompt_body in zip(jobs, prompt_bodies, strict=True):
+            self._readers.submit(self._worker.submit, prompt_job, prompt_body)
+
+        # Reply.
+        replies = Replies(jobs, body, self._model)
         is_streamed = False
         try:
-            first = await anext(events)
-            if isinstance(first, ApiError):
-                raise first
-            if asked.stream:
-                stream = replies.stream(first, events)
+            first_event = await anext(events)
+            if isinstance(first_event, ApiError):
+                raise first_event
+            if body.stream:
+                stream = replies.stream(first_event, events)
                 is_streamed = True
-                return StreamingResponse(
-                    stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-                )
-            return JSONResponse(await replies.whole(first, events))
+                headers = {"Cache-Control": "no-store"}
+                return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+            return JSONResponse(await replies.whole(first_event, events))
         except StopAsyncIteration:  # cancelled
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
             if not is_streamed:
                 await events.aclose()
 
-    async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
+    async def tokenize(self, http_request: Request) -> Response:
+        body = await self._read(http_request, TokenizeRequest)
         reader = self._worker.reader
 
         def tokenize() -> dict[str, Any]:
-            tokens = reader.tokenize(asked)
+            tokens = reader.tokenize(body)
             reply = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
-            return (
-                {**reply, "token_strs": reader.token_strings(tokens)}
-                if asked.return_token_strs
-                else reply
-            )
+            if body.return_token_strs:
+                reply["token_strs"] = reader.token_strings(tokens)
+            return reply
 
-        threads = self._light if reader.is_light(asked) else self._heavy
+        threads = self._light if reader.is_light(body) else self._heavy
         return JSONResponse(await asyncio.get_running_loop().run_in_executor(threads, tokenize))
 
-    async def detokenize(self, request: Request) -> Response:
-        asked, loop = await self._read(request, DetokenizeRequest), asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._light, self._worker.reader.detokenize, asked.tokens)
+    async def detokenize(self, http_request: Request) -> Response:
+        body = await self._read(http_request, DetokenizeRequest)
+        detokenize = self._worker.reader.detokenize
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._light, detokenize, body.tokens)
         return JSONResponse({"prompt": text})
 
     def _describe(self) -> dict[str, Any]:
         """Describe the model, as OpenAI and vLLM do."""
-        described = {
+        return {
             "id": self._model,
             "object": "model",
             "created": self._started,
             "owned_by": "apbv",
-        }
-        return {
-            **described,
             "root": self._model,
             "parent": None,
             "max_model_len": self._max_model_len,
@@ -224,44 +233,51 @@ class _Endpoints:
             message = f"there is no model {name!r:.200}; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def _read(self, request: Request, kind: type[_Body]) -> _Body:
+    async def _read(self, http_request: Request, kind: type[_Body]) -> _Body:
         """Read and parse a body."""
-        body = await self._bodies.read(request)
-        asked = await asyncio.get_running_loop().run_in_executor(
-            self._parsers, self._parse, kind, body
-        )
-        self._require_model(asked.model)
-        return asked
+        data = await self._bodies.read(http_request)
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._parsers, self._parse, kind, data)
+        self._require_model(body.model)
+        return body
 
-    def _parse(self, kind: type[_Body], body: bytearray) -> _Body:
-        self._json_limits.require(body)
-        return kind.parse(body)
+    def _parse(self, kind: type[_Body], data: bytearray) -> _Body:
+        self._json_limits.require(data)
+        return kind.parse(data)
 
-    async def _cancel_when_gone(self, request: Request, jobs: list[Job]) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+    async def _cancel_when_gone(self, http_request: Request, jobs: list[Job]) -> None:
+        message = await http_request.receive()
+        while message["type"] != "http.disconnect":
+            message = await http_request.receive()
         for job in jobs:
             self._scheduler.cancel(job)
         jobs[0].send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
     async def _events(self, jobs: list[Job], watch: asyncio.Task) -> AsyncIterator[Event]:
-        """Yield the events of a request's jobs up to the last, or a failure; closing the iterator
-        cancels them."""
+        """Yield the pieces of a request's jobs, and the last one's end, or a failure.
+
+        Closing the iterator cancels the jobs.
+
+        Args:
+            watch: the task that notices when the client has gone.
+        """
         self._num_answering += 1
-        num_left = len(jobs)
+        num_unfinished = len(jobs)
         num_tokens = 0
         try:
-            while num_left:
+            while num_unfinished:
                 event = await jobs[0].events.get()
-                if isinstance(event, ApiError) and event.status == _CLIENT_CLOSED_REQUEST:
-                    return
-                if isinstance(event, Finished):
-                    num_left = num_left - 1
-                    num_tokens = num_tokens + event.num_tokens
-                    event = replace(event, num_tokens=num_tokens)
-                if isinstance(event, Piece | ApiError) or not num_left:
+                if isinstance(event, Piece):
                     yield event
-                if isinstance(event, ApiError):
+                elif isinstance(event, Finished):
+                    num_unfinished -= 1
+                    num_tokens += event.num_tokens
+                    if num_unfinished == 0:
+                        yield replace(event, num_tokens=num_tokens)
+                elif event.status == _CLIENT_CLOSED_REQUEST:
+                    return
+                else:
+                    yield event
                     return
         finally:
             self._num_answering -= 1
@@ -274,23 +290,25 @@ def _require_key(request: Request, api_key: str | None) -> None:
     """Raise ApiError unless a request has the API key, if there is one."""
     if api_key is None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
     # Starlette decodes headers as Latin-1, which keeps every byte.
-    is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+    is_right = hmac.compare_digest(token.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not is_right:
-        headers = {"WWW-Authenticate": "Bearer"}
         raise ApiError(
-            401, "the API key is missing or wrong", code="invalid_api_key", headers=headers
+            401,
+            "the API key is missing or wrong",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
         )
 
 
 def _with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every request an id: the client's if it is suitable for the log, else a generated
-    one."""
+    """Give every request an id: the client's if it is suitable for the log, else a new one."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get(_REQUEST_ID, "")
-        request_id = given if _FITTING.fullmatch(given) else uuid.uuid4().hex
+        request_id = Headers(scope=scope).get(_REQUEST_ID, "")
+        if not _FITTING_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -304,8 +322,7 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def _giving_memory_back(app: ASGIApp) -> ASGIApp:
-    """Return the memory that a large body took, its objects and files included, once its reply is
-    sent."""
+    """Return a large body's memory to the system once its reply is sent, objects and files too."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,5 +1,4 @@
-"""The files of a batch, in OpenAI's format: lines of requests, and lines of answers that a later
-run continues."""
+"""A batch's files in OpenAI's format: lines of requests, and lines of answers to continue."""
 
 import fcntl
 import json
@@ -11,16 +10,16 @@ from typing import Any, BinaryIO
 
 from ..warn import raised_as
 
-_HEAD = b'{"id": "batch_req_'  # of every line of answers
-_MAY_PASS = (408, 429)  # and all from 500 on
+_HEAD = b'{"id": "batch_req_'  # every line of answers begins so
+_MAY_PASS = (408, 429)  # statuses, beside all from 500 on
 
 
 class Requests:
     """The lines of requests, or of one shard of them; read once.
 
     Args:
-        path: of a file or a pipe; ``-``: standard input.
-        shard: I and N: line I, I + N, … counted from 0.
+        path: a file or a pipe; ``-``: standard input.
+        shard: I and N: lines I, I + N, …, counted from 0.
 
     Raises:
         ValueError: the file cannot be opened.
@@ -36,12 +35,13 @@ class Requests:
         """Yield the lines that are not empty, with their numbers, from 1.
 
         Args:
-            max_bytes: of a line that is of any use; a longer one is cut off behind its next byte.
+                max_bytes: the most bytes of a usable line; a longer one is cut off behind its next
+                byte.
         """
         yield from self._in_shard(_cut_lines(self._file, max_bytes + 1))
 
     def count(self) -> int | None:
-        """Return the number of lines; None if only reading them would tell."""
+        """Return the number of lines that are not empty; None if only reading them would tell."""
         if not self._path.is_file():
             return None
         with self._path.open("rb") as file:
@@ -63,16 +63,17 @@ def _cut_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 
 
 class Answers:
-    """The file of answers, which one process at a time has open: whole lines, on disk when
-    :meth:`add` returns.
+    """The file of answers, which one process at a time has open.
 
-    A last line that was not completely written, as by a process that was killed, is removed.
+    Its lines are whole, and on disk when :meth:`add` returns. A last line that was not completely
+    written, as by a process that was killed, is removed.
 
     Args:
-        path: of a file, which need not exist.
+        path: the file, which need not exist.
         retry_errors: remove errors that may pass: statuses 408, 429 and those from 500 on.
 
     Attributes:
+        path: the file's resolved path.
         ids: the custom ids that it has.
         lines: the numbers of lines without a usable custom id that it has an error for.
         num_failed: its errors.
@@ -82,46 +83,59 @@ class Answers:
     """
 
     def __init__(self, path: Path, retry_errors: bool = False):
-        self.path = path = path.resolve()
-        self.ids, self.lines, self.num_failed = set(), set(), 0
-        if path.exists() and not path.is_file():
-            raise ValueError(f"cannot continue {path}: it must be a regular file")
-        with raised_as(ValueError, f"cannot write {path}", OSError):
-            self._file = _open_locked(path)
-            kept = _open_locked(path.with_name(f"{path.name}.part")) if retry_errors else self._file
-            self._size = 0
-            with path.open("rb") as file:
-                if retry_errors:
-                    kept.truncate(0)
-                for number, line in enumerate(file, start=1):
-                    if not line.endswith(b"\n") and (
-                        line.startswith(_HEAD) or _HEAD.startswith(line)
-                    ):
-                        break
-                    if self._take(number, line, retry_errors):
-                        self._size += kept.write(line) if retry_errors else len(line)
-            kept.truncate(self._size)
-            os.fsync(kept.fileno())
-            os.replace(kept.name, path)
-            self._file = kept
-            folder = os.open(path.parent, os.O_RDONLY)
-            with suppress(OSError):  # some file systems cannot
-                os.fsync(folder)
-            os.close(folder)
+        self.path = path.resolve()
+        self.ids: set[str] = set()
+        self.lines: set[int] = set()
+        self.num_failed = 0
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"cannot continue {self.path}: it must be a regular file")
+        with raised_as(ValueError, f"cannot write {self.path}", OSError):
+            self._open(retry_errors)
+
+    def _open(self, retry_errors: bool) -> None:
+        """Open the file, read its answers, and remove what does not stay.
+
+        With ``retry_errors`` the lines that stay are copied to another file, which replaces it.
+        """
+        self._file = _open_locked(self.path)
+        target = self._file
+        if retry_errors:
+            target = _open_locked(self.path.with_name(f"{self.path.name}.part"))
+            target.truncate(0)
+        self._size = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                begins_as_answer = line.startswith(_HEAD) or _HEAD.startswith(line)
+                if begins_as_answer and not line.endswith(b"\n"):
+                    break
+                if self._take(number, line, retry_errors):
+                    self._size += target.write(line) if retry_errors else len(line)
+        target.truncate(self._size)
+        os.fsync(target.fileno())
+        os.replace(target.name, self.path)
+        self._file = target
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        with suppress(OSError):  # some file systems cannot
+            os.fsync(folder)
+        os.close(folder)
 
     def _take(self, number: int, line: bytes, retry_errors: bool) -> bool:
-        """Note what a line has; return whether it is to stay."""
-        said = f"line {number} of {self.path} is not an answer"
-        with raised_as(ValueError, said, ValueError, LookupError, TypeError):
+        """Note a line's answer; return whether it is to stay."""
+        reason = f"line {number} of {self.path} is not an answer"
+        with raised_as(ValueError, reason, ValueError, LookupError, TypeError):
             answer = json.loads(line)
-            custom_id, response, error = (
-                answer[name] for name in ("custom_id", "response", "error")
-            )
+            custom_id = answer["custom_id"]
+            response = answer["response"]
+            error = answer["error"]
             status = 200 if response is None else response["status_code"]
             if retry_errors and (status in _MAY_PASS or status >= 500):
                 return False
-            self.num_failed += status != 200 or error is not None
-            self.lines.add(error["line"]) if custom_id is None else self.ids.add(custom_id)
+            if status != 200 or error is not None:
+                self.num_failed += 1
+            if custom_id is None:
+                self.lines.add(error["line"])
+            else:
+                self.ids.add(custom_id)
         return True
 
     def add(self, request_id: str, custom_id: str | None, response: Any, error: Any = None) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from codecs import BOM_UTF8
 from collections import Counter
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -10,7 +11,14 @@ from .requests import ApiError
 
 _BODY_SECONDS = 60.0
 _MOST_WHOLE = 4  # bodies of the largest size that may be half read at once
-_MOST = 256  # bodies that may be half read at once, of any size
+_MOST = 256  # bodies of any size that may be half read at once
+
+
+class _HalfRead(NamedTuple):
+    """A body of which some data has arrived, and its client's address."""
+
+    data: bytearray
+    client: str
 
 
 class Bodies:
@@ -25,8 +33,8 @@ class Bodies:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        # The data so far and the client, by the body's time limit, in order of arrival.
-        self._reading: dict[asyncio.Timeout, tuple[bytearray, str]] = {}
+        # By the body's time limit, in order of arrival.
+        self._half_read: dict[asyncio.Timeout, _HalfRead] = {}
 
     async def read(self, request: Request) -> bytearray:
         """Read a whole body, and note its size in the request's state as ``num_body_bytes``.
@@ -41,21 +49,18 @@ class Bodies:
                 compressed.
             ClientDisconnect: the client has gone.
         """
-        if (found := request.headers.get("content-encoding", "identity").lower()) not in (
-            "",
-            "identity",
-        ):
-            raise ApiError(
-                415, f"the body must not be compressed, but its Content-Encoding is {found:.50}"
-            )
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("", "identity"):
+            message = f"the body must not be compressed, but its Content-Encoding is {encoding:.50}"
+            raise ApiError(415, message)
+        declared_length = request.headers.get("content-length", "")
+        if declared_length.isdecimal() and int(declared_length) > self._max_bytes:
             raise self._too_large()
         data = bytearray()
         client = request.client.host if request.client else ""
         try:
             async with asyncio.timeout(_BODY_SECONDS) as limit:
-                self._reading[limit] = data, client
+                self._half_read[limit] = _HalfRead(data, client)
                 self._make_room()
                 async for piece in request.stream():
                     data += piece
@@ -69,7 +74,7 @@ class Bodies:
             )
             raise ApiError(408, message, headers={"Connection": "close"}) from error
         finally:
-            self._reading.pop(limit, None)
+            self._half_read.pop(limit, None)
             request.state.num_body_bytes = len(data)
         if data.startswith(BOM_UTF8):
             del data[: len(BOM_UTF8)]
@@ -77,19 +82,24 @@ class Bodies:
 
     def _make_room(self) -> None:
         """Drop half-read bodies while they are too many or too large."""
-        most = _MOST_WHOLE * self._max_bytes
-        least = _MOST_WHOLE * self._max_bytes // _MOST
-        while sum(len(data) + least for data, _ in self._reading.values()) > most:
-            held = Counter()
-            for data, client in self._reading.values():
-                held[client] += len(data) + least
-            (greediest, _), *_ = held.most_common(1)
-            dropped = next(
-                limit for limit, (_, client) in self._reading.items() if client == greediest
-            )
-            del self._reading[dropped]
-            if not dropped.expired():
-                dropped.reschedule(0.0)  # a moment that is over
+        most_bytes = _MOST_WHOLE * self._max_bytes
+        # Each body counts this much more than its data, so that there are never more than _MOST.
+        extra_bytes = most_bytes // _MOST
+        while sum(len(body.data) + extra_bytes for body in self._half_read.values()) > most_bytes:
+            bytes_of_clients = Counter()
+            for body in self._half_read.values():
+                bytes_of_clients[body.client] += len(body.data) + extra_bytes
+            greediest, _ = bytes_of_clients.most_common(1)[0]
+            self._drop_oldest_of(greediest)
+
+    def _drop_oldest_of(self, client: str) -> None:
+        """Drop the oldest half-read body of a client."""
+        for limit, body in self._half_read.items():
+            if body.client == client:
+                del self._half_read[limit]
+                if not limit.expired():
+                    limit.reschedule(0.0)  # a moment that is over
+                return
 
     def _too_large(self) -> ApiError:
         message = f"the body may have at most {self._max_bytes} bytes"

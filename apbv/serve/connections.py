@@ -28,19 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
-    """Raise the limit on this process's open files as far as allowed, and return how many may be
-    connections.
+    """Raise this process's limit on open files, and return how many may be connections.
 
     These are half of those that are left: media files, threads and other hosts need some, too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MOST_DESCRIPTORS:
-        wanted = (
-            _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-        )
+        num_descriptors = _MOST_DESCRIPTORS
+        if hard != resource.RLIM_INFINITY:
+            num_descriptors = min(hard, _MOST_DESCRIPTORS)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors, hard))
+            soft = num_descriptors
         except (OSError, ValueError):  # some systems allow less than their hard limit
             pass
     if soft == resource.RLIM_INFINITY:
@@ -53,8 +52,8 @@ class Connections:
     """The open connections of a server, used in its event loop's thread.
 
     Args:
-        most: how many there may be. For one more, the connection is closed that has waited longest
-            for a request; if all have requests, the new one is.
+        most: how many there may be. For one more, the connection that has waited longest for a
+            request is closed; if all have requests, the new one is.
     """
 
     def __init__(self, most: int):
@@ -64,22 +63,26 @@ class Connections:
         self._idle: dict[HttpProtocol, None] = {}
 
     def open(self, connection: "HttpProtocol") -> bool:
-        """Count a new connection, which waits for a request; return False if there is no room for
-        it."""
+        """Count a new connection, which waits for a request; False if there is no room for it."""
         self._num_open += 1
         if self._num_open > self.most:
             logger.warning(
                 "%d connections are open, as many as may be: idle ones are closed", self.most
             )
-            longest = next(
-                (each for each in self._idle if each.transport.get_write_buffer_size() == 0), None
-            )
-            if longest is None:
+            longest_idle = self._longest_idle()
+            if longest_idle is None:
                 return False
-            self._idle.pop(longest)  # it counts as open until the event loop has closed it
-            longest.transport.abort()
+            self._idle.pop(longest_idle)  # it counts as open until the event loop has closed it
+            longest_idle.transport.abort()
         self._idle[connection] = None
         return True
+
+    def _longest_idle(self) -> "HttpProtocol | None":
+        """Return the connection that waits longest and has nothing left to send; None: none has."""
+        for connection in self._idle:
+            if connection.transport.get_write_buffer_size() == 0:
+                return connection
+        return None
 
     def mark(self, connection: "HttpProtocol", is_idle: bool) -> None:
         """Note whether a connection waits for a request, since now if it did not before."""
@@ -111,22 +114,25 @@ class _OneLength(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """HTTP with a bound on connections, a timeout for request headers, and strict lengths, all of
-    which uvicorn lacks.
+    """HTTP with a bound on connections, a timeout for request headers, and strict lengths.
+
+    Uvicorn has none of these.
 
     Args:
-        connections: those of its server.
-        given: the arguments of uvicorn.
+        connections: the open connections of its server.
+        uvicorn_arguments: the arguments that uvicorn passes.
     """
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *, connections: Connections, **given: Any):
-        super().__init__(**given)
+    def __init__(self, *, connections: Connections, **uvicorn_arguments: Any):
+        super().__init__(**uvicorn_arguments)
         self._connections = connections
-        most_bytes = self.config.h11_max_incomplete_event_size
-        sizes = {} if most_bytes is None else {"max_incomplete_event_size": most_bytes}
-        self.conn = _OneLength(h11.SERVER, **sizes)
+        max_bytes = self.config.h11_max_incomplete_event_size
+        if max_bytes is None:
+            self.conn = _OneLength(h11.SERVER)
+        else:
+            self.conn = _OneLength(h11.SERVER, max_incomplete_event_size=max_bytes)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -162,8 +168,7 @@ class HttpProtocol(H11Protocol):
 
 
 def log_in_one_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle an event loop's exception: as asyncio does, but without a traceback for each
-    connection not accepted."""
+    """Handle an event loop's exception, without a traceback for each connection not accepted."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
         logger.warning("connections cannot be accepted for a second: %s", error.strerror)

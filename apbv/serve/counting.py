@@ -1,8 +1,11 @@
-"""Counts what a JSON text consists of before it is parsed, which takes fifty times its size and
-stops other threads."""
+"""Counts a JSON text's values before it is parsed.
+
+Parsing takes fifty times the text's size, and stops other threads.
+"""
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .requests import ApiError
 
@@ -12,9 +15,15 @@ _PIECE = 2**20
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _VALUES = 2**20
 _CONTAINERS = 2**15
-_PER_FRAME = (
-    4  # objects and lists for each frame that is sent as an image of its own: twice what it needs
-)
+# Objects and lists for each frame that is sent as an image of its own: twice the necessary number.
+_PER_FRAME = 4
+
+
+class _Counts(NamedTuple):
+    """How many values, and how many objects and lists among them, a JSON text has."""
+
+    values: int
+    containers: int
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,9 @@ class JsonLimits:
 
     @classmethod
     def for_requests(cls, max_model_len: int, max_frames: int) -> "JsonLimits":
-        """Return limits that a request within the server's other limits stays below, unless it has
-        many long prompts.
+        """Return limits that a request within the server's other limits stays below.
+
+        One with many long prompts may exceed them.
 
         Args:
             max_model_len: the most tokens of a prompt.
@@ -41,61 +51,68 @@ class JsonLimits:
         return cls(values=max_model_len + _VALUES, containers=_PER_FRAME * max_frames + _CONTAINERS)
 
     def require(self, body: bytes | bytearray) -> None:
-        """Reject a JSON text that is too large to parse; what is not JSON may pass.
+        """Reject a JSON text that is too large to parse; a text that is not JSON may pass.
 
         Raises:
             ApiError: with status 400.
         """
-        # Most texts have less than the limits even with all that their strings contain, which is
+        # Most texts have less than the limits even with everything in their strings, which is
         # counted faster.
-        if not self._excess(_count(body, 0, len(body))):
+        if self._excess(_count(body, 0, len(body))) is None:
             return
-        counted = (1, 0)
-        at = 0
-        while at < len(body):
-            string = body.find(b'"', at, at + _PIECE)
-            end = min(at + _PIECE, len(body)) if string < 0 else string
-            values, containers = _count(body, at, end)
-            counted = (counted[0] + values, counted[1] + containers)
-            if excess := self._excess(counted):
-                raise ApiError(
-                    400,
-                    f"the body has more than {excess}, which no request needs",
-                    code="body_too_large",
-                )
-            at = end if string < 0 else _end_of_string(body, string + 1)
+        num_values = 1
+        num_containers = 0
+        position = 0
+        while position < len(body):
+            # Count up to the next string.
+            quotation_mark = body.find(b'"', position, position + _PIECE)
+            has_string = quotation_mark >= 0
+            end = quotation_mark if has_string else min(position + _PIECE, len(body))
+            counts = _count(body, position, end)
+            num_values += counts.values
+            num_containers += counts.containers
+            excess = self._excess(_Counts(num_values, num_containers))
+            if excess is not None:
+                message = f"the body has more than {excess}, which no request needs"
+                raise ApiError(400, message, code="body_too_large")
+            # Skip the string.
+            position = _end_of_string(body, quotation_mark + 1) if has_string else end
 
-    def _excess(self, counted: tuple[int, int]) -> str:
-        """Return which limit a number of values and of containers exceed; empty if none."""
-        values, containers = counted
-        if values > self.values:
+    def _excess(self, counts: _Counts) -> str | None:
+        """Return the limit that a text exceeds, in words; None: it exceeds none."""
+        if counts.values > self.values:
             return f"{self.values} values"
-        return f"{self.containers} objects and lists" if containers > self.containers else ""
+        if counts.containers > self.containers:
+            return f"{self.containers} objects and lists"
+        return None
 
 
-def _count(body: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
-    """Count the values and the containers that begin in a part of a JSON text, as if it had no
-    strings."""
-    commas = containers = 0
-    for at in range(start, end, _PIECE):
-        stop = min(at + _PIECE, end)
-        commas += body.count(b",", at, stop)
-        containers += body.count(b"{", at, stop) + body.count(b"[", at, stop)
-    return commas + containers, containers
+def _count(body: bytes | bytearray, start: int, end: int) -> _Counts:
+    """Count the values that begin in a part of a JSON text, as if it had no strings."""
+    num_commas = 0
+    num_containers = 0
+    for piece_start in range(start, end, _PIECE):
+        piece_end = min(piece_start + _PIECE, end)
+        num_commas += body.count(b",", piece_start, piece_end)
+        num_containers += body.count(b"{", piece_start, piece_end)
+        num_containers += body.count(b"[", piece_start, piece_end)
+    return _Counts(num_commas + num_containers, num_containers)
 
 
-def _end_of_string(body: bytes | bytearray, at: int) -> int:
-    """Return the place behind the quotation mark that ends a string; the text's length if there is
-    none.
+def _end_of_string(body: bytes | bytearray, start: int) -> int:
+    """Return the position behind the quotation mark that ends a string.
+
+    It is the text's length if there is none.
 
     Args:
-        at: the place behind the mark that begins it.
+        start: the position behind the mark that begins the string.
     """
-    while at < len(body):
-        end = _IN_STRING.match(body, at, at + _PIECE).end()
+    position = start
+    while position < len(body):
+        end = _IN_STRING.match(body, position, position + _PIECE).end()
         if body[end : end + 1] == b'"':
             return end + 1
-        if end == at:  # a backslash that nothing follows
+        if end == position:  # a backslash that nothing follows
             break
-        at = end
+        position = end
     return len(body)

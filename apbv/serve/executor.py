@@ -1,7 +1,7 @@
-"""Carries out orders: the work of every host for a request, led by host 0."""
+"""Carries out orders: every host's work for a request, led by host 0."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -24,14 +24,37 @@ from .local_prefill import LocalPrefillPool
 from .media import PrivateFiles, find_in_folder
 from .work_order import WorkOrder, decode_order
 
-Asked = Callable[[Request], Request]
+AddCallbacks = Callable[[Request], Request]
 Files = AbstractContextManager[Sequence[Path]]
 
 
 class Command(IntEnum):
     """What all hosts do next, as host 0 says: idle, carry out an order, or shut down."""
 
-    WAIT, CARRY_OUT, LEAVE = range(3)
+    WAIT = 0
+    CARRY_OUT = 1
+    LEAVE = 2
+
+
+@dataclass(frozen=True)
+class OfferedKV:
+    """A prompt's KV that waits for another server.
+
+    Attributes:
+        first_token: the answer's first token.
+        ticket: names the KV to the other server.
+    """
+
+    first_token: int
+    ticket: Ticket
+
+
+# An answer; or a prefilled request, which its home decodes; or KV that waits for another server.
+OrderResult = GenerateResult | Begun | OfferedKV
+
+
+def _without_callbacks(request: Request) -> Request:
+    return request
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,8 @@ class Executor:
         engine: answers them.
         hosts: all hosts, a draft host included.
         offers: this process's exported KV; None if KV transfer is off.
-        link: of :func:`~.links.connect_hosts`; None if no other host than host 0 decodes alone.
+        link: this host's connections to the others, from :func:`~.links.connect_hosts`; None if no
+            other host than host 0 decodes alone.
     """
 
     engine: Engine
@@ -54,20 +78,20 @@ class Executor:
         self,
         order: WorkOrder,
         files: Files,
-        asked: Asked = lambda request: request,
+        add_callbacks: AddCallbacks = _without_callbacks,
         prompt: Skeleton | None = None,
-    ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
-        """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that
-        computed it.
+    ) -> OrderResult | None:
+        """Answer an order, prefill it for its home, or export its prompt's KV.
+
+        KV is exported from the hosts that computed it.
 
         Args:
             files: provides this host's paths of the order's files.
-            asked: turns the request into one with host 0's callbacks.
+            add_callbacks: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or what its home goes on with; or the answer's first token and the ticket
-            for fetching the KV, on host 0.
+            The order's result. Exported KV is returned on host 0; on the others None.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
@@ -76,14 +100,20 @@ class Executor:
         with ExitStack() as stack:
             with self.hosts.local_stage("opening the files"):
                 paths = stack.enter_context(files)
-            request = asked(order.request(engine.hosts, paths, prompt))
+            request = add_callbacks(order.request(engine.hosts, paths, prompt))
             if not order.hands_over:
                 return engine.answer(request) if engine.why_one_by_one else engine.begin(request)
-            if not self.engine.prefills:
+            if not engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
-        request = begun.read.request
-        state = begun.state
+        return self._offer(begun.read.request, begun.state)
+
+    def _offer(self, request: Request, state: PrefillResult) -> OfferedKV | None:
+        """Choose the answer's first token, and export the prompt's KV; on other hosts None.
+
+        Raises:
+            RuntimeError: a host has no room for the KV.
+        """
         token = self._first_token(request, state)
         try:
             ticket = state.offer(self.offers)
@@ -91,7 +121,7 @@ class Executor:
             if not self.is_usable:
                 raise
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
-        return None if ticket is None else (token, ticket)
+        return None if ticket is None else OfferedKV(token, ticket)
 
     @cached_property
     def _handing_over(self) -> Engine:
@@ -130,8 +160,7 @@ def exchange_commands(
 
 
 def require_decoding(hosts: HostGroup, decoding: DecodeThread | None) -> None:
-    """Raise what ended this host's decoding thread, if anything did, and break the group with the
-    reason."""
+    """Raise the error that ended this host's decoding thread, if any, and break the group."""
     if decoding is not None and decoding.failure is not None:
         with hosts.collective_stage("decoding"):
             raise decoding.failure
@@ -144,59 +173,103 @@ def follow(
 
     Args:
         folder: the folder that files are read from, as on host 0.
-        private_files: storage for files whose bytes are sent. wants_to_stop: set when this process
-            was asked to end; host 0 decides.
+        private_files: storage for files whose bytes are sent.
+        wants_to_stop: set when this process was asked to end; host 0 decides.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
-    hosts = executor.hosts
     link = executor.link
     decoding = None if link is None else DecodeThread(executor.engine, link.flush)
-    alone = LocalPrefillPool(executor.engine, decoding)
-    failed: list[tuple[WorkOrder, Exception]] = []
+    local_prefills = LocalPrefillPool(executor.engine, decoding)
+    follower = _Follower(executor, decoding, local_prefills, folder, private_files)
+    with ExitStack() as stack:
+        if decoding is not None:
+            stack.enter_context(decoding)
+        stack.enter_context(local_prefills)
+        if link is not None:
+            link.listen(follower.prefill_alone)
+        while True:
+            require_decoding(executor.hosts, decoding)
+            command, _ = exchange_commands(executor.hosts, Command.WAIT, wants_to_stop.is_set())
+            follower.report_failures()
+            if command == Command.LEAVE:
+                return
+            if command == Command.CARRY_OUT:
+                follower.carry_out()
 
-    @contextmanager
-    def opened(order: WorkOrder, sent: Iterator[bytes]) -> Iterator[list[Path]]:
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(private_files.holding(next(sent)))
-                if file is None
-                else find_in_folder(folder, file)
-                for file in order.files
-            ]
 
-    def prefill_alone(order: WorkOrder, sent: Iterator[bytes]) -> None:
-        alone.prefill(order, RemoteOutput(link, order.number), opened(order, sent))
+class _Follower:
+    """Carries out host 0's orders on another host.
 
-    def carry_out() -> None:
+    Args:
+        decoding: decodes the answers of this host; None: all hosts decode together.
+        local_prefills: prefills short prompts on this host alone.
+        folder: the folder that files are read from.
+        private_files: storage for files whose bytes are sent.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        decoding: DecodeThread | None,
+        local_prefills: LocalPrefillPool,
+        folder: Path | None,
+        private_files: PrivateFiles,
+    ):
+        self._executor = executor
+        self._decoding = decoding
+        self._local_prefills = local_prefills
+        self._folder = folder
+        self._private_files = private_files
+        self._failures: list[tuple[WorkOrder, Exception]] = []
+
+    def prefill_alone(self, order: WorkOrder, sent_files: Iterator[bytes]) -> None:
+        """Prefill a short prompt on this host, in a thread.
+
+        Args:
+            sent_files: the bytes of the files that host 0 sends.
+        """
+        output = RemoteOutput(self._executor.link, order.number)
+        self._local_prefills.prefill(order, output, self._opened(order, sent_files))
+
+    def carry_out(self) -> None:
+        """Receive an order, and carry it out together with all hosts."""
+        executor = self._executor
+        hosts = executor.hosts
         order = decode_order(hosts.broadcast_bytes(None))
-        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
+        sent_files = [hosts.broadcast_bytes(None) for file in order.files if file is None]
         try:
-            with alone.giving_way():
-                done = executor.carry_out(order, opened(order, sent))
+            with self._local_prefills.giving_way():
+                result = executor.carry_out(order, self._opened(order, iter(sent_files)))
         except Exception as error:
             if not executor.is_usable:
                 raise
-            failed.append((order, error.with_traceback(None)))
+            self._failures.append((order, error.with_traceback(None)))
             return
-        if isinstance(done, Begun) and order.home == hosts.rank:
-            decoding.add(RemoteOutput(link, order.number), order, done)
+        if isinstance(result, Begun) and order.home == hosts.rank:
+            self._decoding.add(RemoteOutput(executor.link, order.number), order, result)
 
-    with decoding or nullcontext(), alone:
-        if link is not None:
-            link.listen(prefill_alone)
-        while True:
-            require_decoding(hosts, decoding)
-            command, _ = exchange_commands(hosts, Command.WAIT, wants_to_stop.is_set())
-            for (
-                order,
-                error,
-            ) in failed:  # if it failed on host 0, too, it was reported there before this command
-                if order.number is not None and order.home == hosts.rank:
-                    decoding.add(RemoteOutput(link, order.number), order, error)
-            failed.clear()
-            if command == Command.LEAVE:
-                return
-            if command != Command.WAIT:
-                carry_out()
+    def report_failures(self) -> None:
+        """Report the orders that failed here before host 0's latest command.
+
+        A request that failed on host 0, too, was reported there before that command.
+        """
+        for order, error in self._failures:
+            if order.number is not None and order.home == self._executor.hosts.rank:
+                output = RemoteOutput(self._executor.link, order.number)
+                self._decoding.add(output, order, error)
+        self._failures.clear()
+
+    @contextmanager
+    def _opened(self, order: WorkOrder, sent_files: Iterator[bytes]) -> Iterator[list[Path]]:
+        """Provide this host's paths of an order's files."""
+        paths = []
+        with ExitStack() as stack:
+            for file in order.files:
+                if file is None:
+                    path = stack.enter_context(self._private_files.holding(next(sent_files)))
+                else:
+                    path = find_in_folder(self._folder, file)
+                paths.append(path)
+            yield paths

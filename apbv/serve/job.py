@@ -40,7 +40,8 @@ class RequestRecord:
             there is none.
         outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client,
             ``rejected`` because of a full queue or a stopping server, ``invalid``, or ``failed``.
-        prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
+        prompt_tokens: tokens that were prefilled.
+        completion_tokens: tokens of the answer so far.
         speculation: the metrics of the draft (``apbv.speculate.Answered``); None: there was none.
         transfer: id of its KV transfer to a decode instance; None: there was none.
     """
@@ -63,8 +64,12 @@ class RequestRecord:
 
     def seconds(self, name: str) -> float | None:
         """Return one of :data:`DURATIONS`; None if the request did not get so far."""
-        earlier, later = (getattr(self, moment) for moment in DURATIONS[name])
-        return None if earlier is None or later is None else later - earlier
+        begin_name, end_name = DURATIONS[name]
+        begin = getattr(self, begin_name)
+        end = getattr(self, end_name)
+        if begin is None or end is None:
+            return None
+        return end - begin
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,8 @@ class Job:
     takes effect at the next token.
 
     Args:
-        request_id: its id for the client and the log; None: generated.
-        beside: an earlier job of the same HTTP request, with whose events its own are sent.
+        request_id: its id for the client and the log; None: one is generated.
+        beside: an earlier job of the same HTTP request, whose queue gets this one's events, too.
         first_choice: the index of its first answer in the reply.
 
     Attributes:
@@ -136,10 +141,11 @@ class Job:
     ):
         self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}")
         self.created = int(time.time())
-        self.events: asyncio.Queue[Event] = beside.events if beside else asyncio.Queue()
+        self.events: asyncio.Queue[Event] = asyncio.Queue() if beside is None else beside.events
         self.first_choice = first_choice
         self._loop = asyncio.get_running_loop()
-        self.is_cancelled = self.has_ended = False
+        self.is_cancelled = False
+        self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
         self.kv_bytes = 0

@@ -50,10 +50,9 @@ def log_to_stderr(form: str = "text") -> None:
 
 def in_one_line(text: str) -> str:
     """Return a text for one line of a log: bounded, without line breaks and control characters."""
-    line = " ".join(text[: 2 * _MAX_CHARS].split())
-    line = "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line
-    )
+    line = ""
+    for character in " ".join(text[: 2 * _MAX_CHARS].split()):
+        line += character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
     return line if len(line) <= _MAX_CHARS else f"{line[:_MAX_CHARS]}…"
 
 
@@ -61,13 +60,14 @@ def reason_in_one_line(message: str, param: str | None) -> str:
     """Return an error's field and message for one line of a log.
 
     Args:
-        message, param: of an error reply. A message may begin with the last step of the field's
+        message, param: an error reply's. A message may begin with the last step of the field's
             path.
     """
     if param is None:
         return in_one_line(message)
-    own_name = param.rpartition(".")[2]
-    return in_one_line(f"{param}: {message.removeprefix(f'{own_name}: ')}")
+    last_step = param.rpartition(".")[2]
+    message = message.removeprefix(f"{last_step}: ")
+    return in_one_line(f"{param}: {message}")
 
 
 class OncePerPeriod(logging.Filter):
@@ -75,14 +75,16 @@ class OncePerPeriod(logging.Filter):
 
     Args:
         seconds: the period.
-        most: warnings in a period. Clients choose part of their text, and must not fill the log.
+        most: the most warnings in a period. Clients choose part of their text, and must not fill
+            the log.
     """
 
     def __init__(self, seconds: float, most: int = 100):
         super().__init__()
         self._seconds = seconds
         self._most = most
-        self._said: dict[str, float] = {}  # when each was last let through, from the earliest on
+        # When each was last let through, from the earliest on.
+        self._passed_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
@@ -90,9 +92,11 @@ class OncePerPeriod(logging.Filter):
             return True
         text = record.getMessage()
         now = time.monotonic()
-        while self._said and now - next(iter(self._said.values())) >= self._seconds:
-            del self._said[next(iter(self._said))]
-        if text in self._said or len(self._said) >= self._most:
+        for earlier_text, passed_at in list(self._passed_at.items()):
+            if now - passed_at < self._seconds:
+                break
+            del self._passed_at[earlier_text]
+        if text in self._passed_at or len(self._passed_at) >= self._most:
             return False
-        self._said[text] = now
+        self._passed_at[text] = now
         return True

@@ -1,5 +1,4 @@
-"""Files that requests refer to: in an allowed directory, sent inline, or fetched from an allowed
-network host.
+"""Files of requests: from an allowed directory, sent inline, or fetched from an allowed host.
 
 Where a file comes from is decided on host 0. Files of the directory are opened on every host at the
 same relative path; bytes from elsewhere travel to the other hosts, and lie in private temporary
@@ -32,6 +31,8 @@ _MAX_REDIRECTS = 3
 _CHUNK = 2**16
 _BASE64_PIECE = 2**22  # characters, a multiple of four
 _REDIRECTS = (301, 302, 303, 307, 308)
+_IPV6_UNICAST = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class MediaError(ValueError):
@@ -47,7 +48,7 @@ class Media:
     """File that a request refers to.
 
     Attributes:
-        name: what messages call it.
+        name: its name in error messages.
         relative: its path in the allowed directory, on every host; None if it came as bytes.
         path: its path on this host.
     """
@@ -58,13 +59,12 @@ class Media:
 
 
 class PrivateFiles:
-    """Files that only this user can read, in a directory that is deleted in the end; for any
-    thread."""
+    """Files that only this user can read, in a temporary directory; thread-safe."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="apbv-")
         self._lock = threading.Lock()
-        self._num_users: Counter[str] = Counter()  # of a file, by name
+        self._num_users: Counter[str] = Counter()  # by a file's name
         self._is_closed = False
 
     def close(self) -> None:
@@ -114,8 +114,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def find_in_folder(folder: Path | None, path: str) -> Path:
-    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the
-    directory.
+    """Return the real path, after ``..`` and symbolic links, of a file in the directory.
 
     Raises:
         MediaError: no directory is allowed, or the file is outside it or is not a regular file.
@@ -134,22 +133,25 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     if path.endswith("/"):
         raise MediaError(f"{path!r:.200} is not a file")
     try:
-        found = (root / path).resolve()
-        inside = found.is_relative_to(root)
-        regular = inside and stat.S_ISREG(found.stat().st_mode)
-    except FileNotFoundError:
-        regular = False
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # too long a name, a null character, a loop of links
+        real_path = (root / path).resolve()
+        is_inside = real_path.is_relative_to(root)
+        is_file = is_inside and _is_regular_file(real_path)
+    except (OSError, ValueError, RuntimeError) as error:
+        # Too long a name, a null character, a loop of links.
         raise MediaError(f"{path!r:.200} is not a usable path") from error
-    if not inside:
+    if not is_inside:
         raise MediaError(f"{path!r:.200} is not in the folder that this server may read")
-    if not regular:
+    if not is_file:
         raise MediaError(f"there is no file {path!r:.200} in the folder that this server may read")
-    return found
+    return real_path
+
+
+def _is_regular_file(path: Path) -> bool:
+    """Return whether a regular file exists; other errors than its absence are raised."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -159,13 +161,16 @@ def open_media(
     """Provide the file that a URL, or a path in the allowed directory, stands for; on host 0.
 
     Args:
-        deadline: see :func:`fetch`.
+        deadline: when fetching must be done, by ``time.monotonic``; None: ``fetch_seconds`` from
+            now.
 
     Raises:
         MediaError: it is not allowed, or cannot be read.
-        FolderError: as :func:`find_in_folder`.
+        FolderError: the directory cannot be read.
     """
-    scheme = url[: url.index(":")].lower() if ":" in url[:16] else ""
+    scheme = ""
+    if ":" in url[:16]:
+        scheme = url[: url.index(":")].lower()
     if scheme == "data":
         with private_files.holding(_decode_data(url, settings.max_media_bytes)) as path:
             yield Media("the inline data", None, path)
@@ -175,14 +180,17 @@ def open_media(
     elif scheme and "/" not in scheme and scheme != "file":
         raise MediaError(f"a URL must begin with file:, data: or https:, not with {scheme}:")
     else:
-        named = _path_of(url) if scheme else url
-        path = find_in_folder(settings.media_dir, named)
-        yield Media(named, str(path.relative_to(settings.media_dir.resolve())), path)
+        name = _path_of(url) if scheme else url
+        path = find_in_folder(settings.media_dir, name)
+        relative = path.relative_to(settings.media_dir.resolve())
+        yield Media(name, str(relative), path)
 
 
 def _path_of(url: str) -> str:
-    """Return the path in ``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, without percent
-    escapes."""
+    """Return the path of a ``file:`` URL, without percent escapes.
+
+    Its forms are ``file:a/b``, ``file:///a/b`` and ``file://localhost/a/b``.
+    """
     rest = url[len("file:") :]
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
@@ -201,24 +209,28 @@ def _decode_base64(data: str | bytes) -> bytes:
     Raises:
         ValueError: it is not valid.
     """
-    pieces = [data[at : at + _BASE64_PIECE] for at in range(0, len(data), _BASE64_PIECE)]
-    decoded = [base64.b64decode(piece, validate=True) for piece in pieces]
+    decoded_pieces = []
+    for start in range(0, len(data), _BASE64_PIECE):
+        piece = data[start : start + _BASE64_PIECE]
+        decoded_pieces.append(base64.b64decode(piece, validate=True))
     whole_length = _BASE64_PIECE // 4 * 3
-    if any(len(piece) < whole_length for piece in decoded[:-1]):
+    if any(len(piece) < whole_length for piece in decoded_pieces[:-1]):
         raise ValueError("padding before the end")
-    return b"".join(decoded)
+    return b"".join(decoded_pieces)
 
 
 def _decode_data(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")
-    if (
-        len(data) > 2 * max_bytes
-    ):  # before anything is copied; percent escapes make it longer than 4/3
+    # Before anything is copied. Percent escapes make it longer than 4/3.
+    if len(data) > 2 * max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
     with raised_as(MediaError, "a data: URL is not valid base64", binascii.Error, ValueError):
-        decoded = _decode_base64(unquote_to_bytes(data) if "%" in data else data)
+        if "%" in data:
+            decoded = _decode_base64(unquote_to_bytes(data))
+        else:
+            decoded = _decode_base64(data)
     if len(decoded) > max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
     return decoded
@@ -245,33 +257,40 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
             raise MediaError(f"{host} redirects to another host")
         try:
             with _connected(url, host, settings, deadline) as connection:
-                parts = urlsplit(url)
-                target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-                connection.request(
-                    "GET", target, headers={"User-Agent": "apbv", "Accept-Encoding": "identity"}
-                )
+                headers = {"User-Agent": "apbv", "Accept-Encoding": "identity"}
+                connection.request("GET", _request_target(url), headers=headers)
                 response = connection.getresponse()
-                if response.status in _REDIRECTS:
-                    url = urljoin(url, response.getheader("Location", ""))
-                elif response.status == 200:
+                if response.status == 200:
                     data = _read(response, host, settings.max_media_bytes)
-                    if time.monotonic() >= deadline:  # what it was cut at may look like its end
+                    # A response that the deadline cuts off may look complete.
+                    if time.monotonic() >= deadline:
                         raise TimeoutError
                     return data
-                else:
+                if response.status not in _REDIRECTS:
                     raise MediaError(f"{host} returned status {response.status}")
+                url = urljoin(url, response.getheader("Location", ""))
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
-                raise MediaError(
+                message = (
                     f"fetching took more than {settings.fetch_seconds:g} s; the last file came "
                     f"from {host}"
-                ) from error
+                )
+                raise MediaError(message) from error
             if isinstance(error, MediaError):
                 raise
+            message = f"cannot fetch from {host}: {type(error).__name__}"
             # The output of a server that does not speak HTTP is not passed on.
-            said = "" if isinstance(error, http.client.HTTPException) else f": {error}"
-            raise MediaError(f"cannot fetch from {host}: {type(error).__name__}{said}") from error
+            if not isinstance(error, http.client.HTTPException):
+                message = f"{message}: {error}"
+            raise MediaError(message) from error
     raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")
+
+
+def _request_target(url: str) -> str:
+    """Return the path and query of a URL."""
+    parts = urlsplit(url)
+    path = parts.path or "/"
+    return f"{path}?{parts.query}" if parts.query else path
 
 
 def _host_of(url: str, settings: ServerSettings) -> str:
@@ -279,7 +298,7 @@ def _host_of(url: str, settings: ServerSettings) -> str:
     with raised_as(MediaError, f"{url!r:.200} is not a URL", ValueError):
         parts = urlsplit(url)
         host = (parts.hostname or "").lower()
-        _ = parts.port
+        _ = parts.port  # ValueError: it is not a port
     if parts.scheme not in ("http", "https") or host not in settings.media_hosts:
         raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
     return host
@@ -290,11 +309,17 @@ def _connected(
     url: str, host: str, settings: ServerSettings, deadline: float
 ) -> Iterator[http.client.HTTPConnection]:
     """Connect to the host's first address, if all of them are allowed, until the deadline."""
-    secure = urlsplit(url).scheme == "https"
-    port = urlsplit(url).port or (443 if secure else 80)
-    addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    parts = urlsplit(url)
+    is_secure = parts.scheme == "https"
+    port = parts.port
+    if not port:
+        port = 443 if is_secure else 80
+    addresses = []
+    for *_, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        addresses.append(socket_address[0])
     # Who lists a name for this machine, or an address, knows what it means.
-    if host not in ("localhost", *addresses) and not all(map(is_public, addresses)):
+    is_named_itself = host in ("localhost", *addresses)
+    if not is_named_itself and not all(is_public(address) for address in addresses):
         raise MediaError(f"the address of {host} is not public")
     sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
 
@@ -303,35 +328,47 @@ def _connected(
             sock.shutdown(socket.SHUT_RDWR)
 
     # A timeout of the socket would begin anew with every byte.
-    cut = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
-    cut.start()
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
+    timer.start()
     try:
-        if secure:
+        if is_secure:
             sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
-        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(
-            host, port
-        )
+            connection = http.client.HTTPSConnection(host, port)
+        else:
+            connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
         yield connection
     finally:
-        cut.cancel()
+        timer.cancel()
         sock.close()
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is one of the public internet, also where it wraps an IPv4
-    address."""
+    """Return whether an IP address, or the IPv4 address that it wraps, is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    inner = ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]))
-    if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
-        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    ip = inner or ip
+    if ip.version == 6:
+        ip = _wrapped_ipv4(ip) or ip
     # All that IANA has given out.
-    is_unicast = ip.version == 4 or ip in ipaddress.ip_network("2000::/3")
+    is_unicast = ip.version == 4 or ip in _IPV6_UNICAST
     return is_unicast and ip.is_global and not ip.is_multicast
 
 
+def _wrapped_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address that an IPv6 address leads to; None: there is none."""
+    if ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped
+    if ip.sixtofour is not None:
+        return ip.sixtofour
+    if ip.teredo is not None:
+        _, client = ip.teredo
+        return client
+    if ip in _NAT64:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return None
+
+
 def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:
+    """Read a response's body, which has a bounded size."""
     data = bytearray()
     while chunk := response.read1(_CHUNK):
         data += chunk

@@ -13,6 +13,12 @@ _TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encodi
 # Outcomes and vLLM's names for them; vLLM counts only requests that its engine has accepted.
 FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
 REFUSALS = ("rejected", "invalid")
+_LABEL_VALUES = {
+    "request_success": FINISHED_REASONS.values(),
+    "requests_refused": REFUSALS,
+    "kv_transfers": ENDINGS,
+    "kv_transfer_bytes": ENDINGS,
+}
 
 
 class Metrics:
@@ -22,32 +28,31 @@ class Metrics:
         model: the model name in requests; the label ``model_name`` of every metric.
 
     Attributes:
-        model: as given.
+        model: the model name in requests.
     """
 
     def __init__(self, model: str):
         self._registry = CollectorRegistry()
         self.model = model
-        self._gauges = {
-            name: self._new(Gauge, name, what) for name, what in _TABLE["gauges"].items()
-        }
-        self._of_hosts = [
-            self._new(Gauge, name, what, ["host"]) for name, what in _TABLE["host_gauges"].items()
-        ]
-        self._counters = {
-            name: self._new(Counter, name, of["what"]) for name, of in _TABLE["counters"].items()
-        }
-        self._histograms = {
-            name: self._new(Histogram, name, of["what"], buckets=_TABLE["buckets"][of["buckets"]])
-            for name, of in _TABLE["histograms"].items()
-        }
-        values = FINISHED_REASONS.values(), REFUSALS, ENDINGS, ENDINGS
-        for (name, of), each in zip(_TABLE["labelled_counters"].items(), values, strict=True):
-            self._counters[name] = counter = self._new(Counter, name, of["what"], [of["label"]])
-            for value in (
-                each
-            ):  # a series that appears with its first event would hide that event from rate()
+        self._gauges = {}
+        for name, description in _TABLE["gauges"].items():
+            self._gauges[name] = self._new(Gauge, name, description)
+        self._host_gauges = []
+        for name, description in _TABLE["host_gauges"].items():
+            self._host_gauges.append(self._new(Gauge, name, description, ["host"]))
+        self._counters = {}
+        for name, entry in _TABLE["counters"].items():
+            self._counters[name] = self._new(Counter, name, entry["what"])
+        self._histograms = {}
+        for name, entry in _TABLE["histograms"].items():
+            buckets = _TABLE["buckets"][entry["buckets"]]
+            self._histograms[name] = self._new(Histogram, name, entry["what"], buckets=buckets)
+        for name, entry in _TABLE["labelled_counters"].items():
+            counter = self._new(Counter, name, entry["what"], [entry["label"]])
+            # A series that appears with its first event would hide that event from rate().
+            for value in _LABEL_VALUES[name]:
                 counter.labels(self.model, value)
+            self._counters[name] = counter
 
     def set(self, **gauges: float) -> None:
         """Set gauges, by their names without the prefix."""
@@ -56,8 +61,9 @@ class Metrics:
 
     def set_of_host(self, host: int, num_bytes: int, num_answers: int) -> None:
         """Set the bytes of KV that a host holds, and the number of answers that it decodes."""
-        for gauge, value in zip(self._of_hosts, (num_bytes, num_answers), strict=True):
-            gauge.labels(self.model, host).set(value)
+        bytes_gauge, answers_gauge = self._host_gauges
+        bytes_gauge.labels(self.model, host).set(num_bytes)
+        answers_gauge.labels(self.model, host).set(num_answers)
 
     def observe_token_gap(self, seconds: float) -> None:
         """Observe the ITL of one token."""
@@ -72,19 +78,20 @@ class Metrics:
         if record.outcome in REFUSALS:
             self._counters["requests_refused"].labels(self.model, record.outcome).inc()
         else:
-            self._counters["request_success"].labels(
-                self.model, FINISHED_REASONS[record.outcome]
-            ).inc()
+            reason = FINISHED_REASONS[record.outcome]
+            self._counters["request_success"].labels(self.model, reason).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["generation_tokens"].inc(record.completion_tokens)
         if record.speculation is not None:
-            for name, of in _TABLE["counters"].items():
-                if "of" in of:
-                    self._counters[name].inc(record.speculation[of["of"]])
+            for name, entry in _TABLE["counters"].items():
+                if "of" in entry:
+                    self._counters[name].inc(record.speculation[entry["of"]])
         is_answer = record.outcome in ("stop", "length")
-        for name, of in _TABLE["histograms"].items():
-            seconds = record.seconds(of["of"]) if "of" in of else None
-            if seconds is not None and (is_answer or of["of"] == "time_to_first_token"):
+        for name, entry in _TABLE["histograms"].items():
+            if "of" not in entry:
+                continue
+            seconds = record.seconds(entry["of"])
+            if seconds is not None and (is_answer or entry["of"] == "time_to_first_token"):
                 self._histograms[name].observe(seconds)
         if is_answer:
             self._histograms["request_prompt_tokens"].observe(record.prompt_tokens)
@@ -109,21 +116,22 @@ class Metrics:
         return self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a histogram's observations, by its name without the prefix; None:
-        there are none."""
+        """Return the mean of a histogram's observations; None: there are none.
+
+        Args:
+            name: the histogram's name without the prefix.
+        """
         labels = {"model_name": self.model}
-        total, count = (
-            self._registry.get_sample_value(f"apbv:{name}_{of}", labels) for of in ("sum", "count")
-        )
+        total = self._registry.get_sample_value(f"apbv:{name}_sum", labels)
+        count = self._registry.get_sample_value(f"apbv:{name}_count", labels)
         return total / count if count else None
 
     def render(self) -> bytes:
         """Render the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _new(self, kind: type, name: str, what: str, labels: Sequence[str] = (), **options):
+    def _new(self, kind: type, name: str, description: str, labels: Sequence[str] = (), **options):
         """Make a metric; one without labels of its own is returned for this model."""
-        figure = kind(
-            f"apbv:{name}", what, ["model_name", *labels], registry=self._registry, **options
-        )
-        return figure if labels else figure.labels(self.model)
+        all_labels = ["model_name", *labels]
+        metric = kind(f"apbv:{name}", description, all_labels, registry=self._registry, **options)
+        return metric if labels else metric.labels(self.model)

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from .app import build_app
@@ -24,10 +23,10 @@ from .worker import Worker
 
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _LOOK_AHEAD = 32  # requests that are read while others run; a body may have --max-body-mib
-_LINE_BYTES = 2**16  # of a line, beside its body
+_LINE_BYTES = 2**16  # bytes of a line beside its body
 _RETRY_SECONDS = 0.2
 _SHOW_SECONDS = 0.5
-_NUM_REASONS = 5  # of errors that are told
+_NUM_REASONS = 5  # errors whose reasons are kept
 
 _logger = logging.getLogger(__name__)
 
@@ -43,11 +42,11 @@ class Batch:
 
     Attributes:
         total: the number of requests; None: unknown (yet).
-        num_answered: of them, also with errors.
-        num_failed: errors in the file of answers, of earlier runs, too.
+        num_answered: the requests answered in this run, errors included.
+        num_failed: the errors in the file of answers, earlier runs' included.
         reasons: why the first requests of this run failed, a line each.
         num_left: requests that were read and not answered, because the batch was stopped.
-        stopped_by: the signal that it got; None: none.
+        stopped_by: the signal that stopped it; None: none did.
     """
 
     def __init__(
@@ -67,14 +66,16 @@ class Batch:
         self.num_left = 0
         self.stopped_by: int | None = None
         self.reasons: list[str] = []
-        self._seen: set[str] = set()
-        self._asking: set[Future] = set()
-        self._has_read_all, self._failure = False, None  # a ValueError
-        self._began = self._stopped_at = time.monotonic()
+        self._custom_ids: set[str] = set()  # of the lines read so far
+        self._unanswered: set[Future] = set()  # requests that were read
+        self._has_read_all = False
+        self._failure: ValueError | None = None
+        self._began = time.monotonic()
+        self._stopped_at = self._began
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
 
     def open(self, worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
-        """As :func:`.server.run_worker` wants it."""
+        """Return the function that answers the requests, for :func:`.server.run_worker`."""
         self._worker = worker
         self._scheduler = scheduler
         self._app = build_app(worker, scheduler, self._settings)
@@ -103,7 +104,8 @@ class Batch:
     @property
     def was_stopped(self) -> bool:
         """Whether a signal stopped it before its end."""
-        return self.stopped_by is not None and not (self._has_read_all and not self.num_left)
+        is_complete = self._has_read_all and not self.num_left
+        return self.stopped_by is not None and not is_complete
 
     def _run(self) -> None:
         """Answer all requests, or until a signal.
@@ -118,22 +120,34 @@ class Batch:
             raise self._failure
 
     async def _answer_all(self) -> None:
-        self._loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        worker_has_ended = asyncio.Event()
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
-        on_end = partial(self._loop.call_soon_threadsafe, has_ended.set)
-        self._worker.start(on_stop=partial(self._stop, signal.SIGTERM), on_end=on_end)
-        for work in (self._feed, self._count):
-            threading.Thread(target=work, name="requests", daemon=True).start()
-        ended = asyncio.create_task(has_ended.wait())
-        while not ended.done():
+
+        def on_end() -> None:
+            self._loop.call_soon_threadsafe(worker_has_ended.set)
+
+        # Start the worker, and read requests for it.
+        self._worker.start(on_stop=lambda: self._stop(signal.SIGTERM), on_end=on_end)
+        threading.Thread(target=self._feed, name="requests", daemon=True).start()
+        threading.Thread(target=self._count, name="requests", daemon=True).start()
+
+        # Show the progress until the worker has ended.
+        end = asyncio.create_task(worker_has_ended.wait())
+        while not end.done():
             self._show(self)
-            await asyncio.wait({ended}, timeout=_SHOW_SECONDS)
-        await asyncio.gather(*map(asyncio.wrap_future, list(self._asking)), return_exceptions=True)
+            await asyncio.wait({end}, timeout=_SHOW_SECONDS)
+
+        # Write the last answers.
+        last_answers = [asyncio.wrap_future(future) for future in list(self._unanswered)]
+        await asyncio.gather(*last_answers, return_exceptions=True)
         self._show(self)
 
     def _count(self) -> None:
-        if (total := self._requests.count()) is not None:
+        """Count the requests that are not answered yet, in a thread."""
+        total = self._requests.count()
+        if total is not None:
             self.total = total - len(self._answers.ids) - len(self._answers.lines)
 
     def _feed(self) -> None:
@@ -142,108 +156,131 @@ class Batch:
         look_ahead = min(_LOOK_AHEAD, self._settings.max_queue)
 
         def may_go_on() -> bool:
-            return self._scheduler.is_stopping or len(self._asking) - self.num_running < look_ahead
+            num_waiting = len(self._unanswered) - self.num_running
+            return self._scheduler.is_stopping or num_waiting < look_ahead
 
         try:
-            for number, line in self._requests.lines(self._settings.max_body_bytes + _LINE_BYTES):
-                work = self._work_of(number, line)
-                if work is None:
+            for number, line in self._requests.lines(self._max_line_bytes):
+                answering = self._answering(number, line)
+                if answering is None:
                     continue
                 with changed:
                     changed.wait_for(may_go_on)
                     if self._scheduler.is_stopping:
-                        work.close()
+                        answering.close()
                         self.num_left += 1
                         return
-                    asking = asyncio.run_coroutine_threadsafe(work, self._loop)
-                    self._asking.add(asking)
-                asking.add_done_callback(self._end)
+                    future = asyncio.run_coroutine_threadsafe(answering, self._loop)
+                    self._unanswered.add(future)
+                future.add_done_callback(self._end)
             self._has_read_all = True
-        except Exception as error:  # what was read is answered yet
+        except Exception as error:  # requests that were read are still answered
             self._failure = ValueError(f"cannot read the requests any further: {error}")
-        self._end()
+        self._stop_after_last()
 
-    def _end(self, asking: Future | None = None) -> None:
+    def _end(self, future: Future) -> None:
         """Count a request as answered, and stop after the last."""
-        if asking is not None and asking.exception() is not None:
-            self._failure = ValueError(f"cannot write the answers: {asking.exception()}")
+        error = future.exception()
+        if error is not None:
+            self._failure = ValueError(f"cannot write the answers: {error}")
             self._scheduler.stop()
             self._scheduler.cut_short()
         with self._scheduler.changed:
-            self._asking.discard(asking)
+            self._unanswered.discard(future)
+        self._stop_after_last()
+
+    def _stop_after_last(self) -> None:
+        """Have the reading thread go on, or stop if nothing is left to answer."""
+        with self._scheduler.changed:
             self._scheduler.changed.notify_all()
-            if not self._asking and (self._has_read_all or self._failure is not None):
+            if not self._unanswered and (self._has_read_all or self._failure is not None):
                 self._scheduler.stop()
 
-    def _work_of(self, number: int, line: bytes) -> Coroutine | None:
+    @property
+    def _max_line_bytes(self) -> int:
+        return self._settings.max_body_bytes + _LINE_BYTES
+
+    def _answering(self, number: int, line: bytes) -> Coroutine | None:
         """Return the coroutine that answers a line; None if it is answered already."""
 
-        def refused(code: str, why: str) -> Coroutine | None:
-            error = {"code": code, "message": f"line {number}: {why}", "line": number}
-            return None if number in self._answers.lines else self._write(None, None, error)
+        def refusing(code: str, reason: str) -> Coroutine | None:
+            if number in self._answers.lines:
+                return None
+            error = {"code": code, "message": f"line {number}: {reason}", "line": number}
+            return self._write(None, None, error)
 
-        if len(line) > (most := self._settings.max_body_bytes + _LINE_BYTES):
-            return refused("line_too_long", f"it has more than {most} bytes (--max-body-mib)")
+        if len(line) > self._max_line_bytes:
+            reason = f"it has more than {self._max_line_bytes} bytes (--max-body-mib)"
+            return refusing("line_too_long", reason)
         try:
-            asked = json.loads(line)
+            request = json.loads(line)
         except (ValueError, RecursionError) as error:
-            return refused("invalid_json", str(error))
-        custom_id = asked.get("custom_id") if isinstance(asked, dict) else None
+            return refusing("invalid_json", str(error))
+        custom_id = request.get("custom_id") if isinstance(request, dict) else None
         if not isinstance(custom_id, str):
-            return refused("no_custom_id", "it needs a custom_id, a string")
-        if custom_id in self._seen:
-            return refused(
-                "duplicate_custom_id", f"an earlier line has the custom_id {custom_id!r:.200}"
-            )
-        self._seen.add(custom_id)
-        return None if custom_id in self._answers.ids else self._answer(custom_id, asked)
+            return refusing("no_custom_id", "it needs a custom_id, a string")
+        if custom_id in self._custom_ids:
+            reason = f"an earlier line has the custom_id {custom_id!r:.200}"
+            return refusing("duplicate_custom_id", reason)
+        self._custom_ids.add(custom_id)
+        if custom_id in self._answers.ids:
+            return None
+        return self._answer(custom_id, request)
 
-    async def _answer(self, custom_id: str, asked: dict[str, Any]) -> None:
+    async def _answer(self, custom_id: str, request: dict[str, Any]) -> None:
         """Ask the API until it can answer, and write the answer."""
         request_id = uuid.uuid4().hex
-        status, reply = await self._ask(asked, request_id)
-        while status == 429 or (status == 503 and self._worker.reason_unavailable()):
+        status, reply = await self._ask(request, request_id)
+        while status == 429 or (status == 503 and self._worker.reason_unavailable() is not None):
             if self._scheduler.is_stopping:
                 self.num_left += 1
                 return
             await asyncio.sleep(_RETRY_SECONDS)
-            status, reply = await self._ask(asked, request_id)
-        await self._write(
-            custom_id, {"status_code": status, "request_id": request_id, "body": reply}, None
-        )
+            status, reply = await self._ask(request, request_id)
+        response = {"status_code": status, "request_id": request_id, "body": reply}
+        await self._write(custom_id, response, None)
 
-    async def _ask(self, asked: dict[str, Any], request_id: str) -> tuple[int, Any]:
+    async def _ask(self, request: dict[str, Any], request_id: str) -> tuple[int, Any]:
         """Return the status and the body with which the HTTP API answers a request."""
-        method = asked.get("method")
-        url = asked.get("url")
-        body = asked.get("body")
+        method = request.get("method")
+        url = request.get("url")
+        body = request.get("body")
         if method != "POST" or url not in _URLS:
-            return 404, ApiError(
-                404, f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}"
-            ).body
+            message = f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}"
+            return 404, ApiError(404, message).body
         if isinstance(body, dict) and body.get("stream"):
             return 400, ApiError(400, "a batch does not stream", param="stream").body
-        scope = {"type": "http", "method": method, "path": url, "query_string": b""}
-        scope["headers"] = [(b"x-request-id", request_id.encode())]
-        coming = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        told = []
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": url,
+            "query_string": b"",
+            "headers": [(b"x-request-id", request_id.encode())],
+        }
+        body_messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        reply_messages = []
 
         async def receive() -> dict[str, Any]:
-            return coming.pop() if coming else await asyncio.Future()  # the client stays
+            if body_messages:
+                return body_messages.pop()
+            return await asyncio.Future()  # the client stays
 
         async def send(message: dict[str, Any]) -> None:
-            told.append(message)
+            reply_messages.append(message)
 
         try:
             await self._app(scope, receive, send)
         except Exception:  # after it was answered with status 500
             _logger.exception("a request failed")
-        return told[0]["status"], json.loads(b"".join(message["body"] for message in told[1:]))
+        head, *pieces = reply_messages
+        return head["status"], json.loads(b"".join(piece["body"] for piece in pieces))
 
     async def _write(self, custom_id: str | None, response: Any, error: Any) -> None:
+        """Write a line of answers, and count it."""
         request_id = uuid.uuid4().hex if response is None else response["request_id"]
-        add = partial(self._answers.add, request_id, custom_id, response, error)
-        await self._loop.run_in_executor(self._writer, add)
+        await self._loop.run_in_executor(
+            self._writer, self._answers.add, request_id, custom_id, response, error
+        )
         self.num_answered += 1
         if error is None and response["status_code"] == 200:
             return
@@ -260,7 +297,8 @@ class Batch:
     def _stop(self, number: int) -> None:
         """Finish what runs, and ask for nothing more; idempotent."""
         if self.stopped_by is None:
-            self.stopped_by, self._stopped_at = number, time.monotonic()
+            self.stopped_by = number
+            self._stopped_at = time.monotonic()
             self._scheduler.stop()
 
 
@@ -274,8 +312,6 @@ def _reason(
     """
     if error is not None:
         return in_one_line(error["message"])
-    told = response["body"]["error"]
-    return (
-        f"{in_one_line(custom_id)}: {response['status_code']}, "
-        f"{reason_in_one_line(told['message'], told['param'])}"
-    )
+    api_error = response["body"]["error"]
+    reason = reason_in_one_line(api_error["message"], api_error["param"])
+    return f"{in_one_line(custom_id)}: {response['status_code']}, {reason}"

@@ -30,13 +30,15 @@ from .requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    Message,
+    Part,
     TokenizeRequest,
     warn_of_ignored,
 )
 from .settings import ServerSettings
 from .thoughts import CLOSING_TAGS, opened_thought
 from .tools import CallFormat, ToolCallParser, call_format
-from .work_order import WorkOrder
+from .work_order import WorkOrder, build_question
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {
@@ -52,12 +54,12 @@ _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
-# Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an
-# array, a tensor.
+# Multiple of an image's bytes as RGB that decoding it allocates: as stored, as RGB, upright, as an
+# array, and as a tensor.
 _IMAGE_COPIES = 6
-# Characters of a text that can be read without delaying others; and of a text's beginning, for each
-# token that fits, by which it is judged whether to read the rest.
-_LIGHT_CHARS = 2**16
+_LIGHT_CHARS = 2**16  # characters of a text that can be read without delaying others
+# Characters for each token that fits, at the beginning of a text: its tokens are counted before the
+# rest is read.
 _CHARS_PER_TOKEN = 8
 
 
@@ -70,13 +72,13 @@ class ReadyRequest:
     """A request that is ready for the engine.
 
     Attributes:
-        order: what every host is told.
-        num_tokens: of the prompt.
+        order: the request as it is sent to every host.
+        num_tokens: the prompt's tokens.
         media: the order's files, on host 0.
-        request: its body.
-        prompt: what was read of its prompt; the engine of host 0 need not read it again.
+        request: the body.
+        prompt: the prompt as read; the engine of host 0 need not read it again.
         call_format: how the model writes calls of tools; None: it calls none.
-        thought: the tag of the thought in which the prompt ends; None: in none.
+        thought: the tag of the thought in which the prompt ends; None: it ends in none.
     """
 
     order: WorkOrder
@@ -90,10 +92,11 @@ class ReadyRequest:
     def call_parser(self) -> ToolCallParser:
         """Return a parser for an answer that may call tools."""
         request = self.request
+        function_names = {function["name"] for function in request.functions}
         return ToolCallParser(
             self.call_format,
             max_calls=1 if request.makes_one_call else None,
-            names={function["name"] for function in request.functions},
+            names=function_names,
             thought=self.thought,
             has_thoughts=not request.is_constrained,
         )
@@ -116,7 +119,8 @@ class Reader:
     threads at once, so there are two: whatever takes long, a short text does not wait for it.
 
     Args:
-        max_tokens: of a prompt and its answer that can ever run; longer prompts are rejected.
+        max_tokens: the most tokens of a prompt and its answer that can ever run; longer prompts are
+            rejected.
     """
 
     def __init__(
@@ -126,22 +130,24 @@ class Reader:
         self._parts = engine.parts
         self._videos = engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
-        self._light, self._heavy = (
-            PromptReader(
-                self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos
-            )
-            for _ in range(2)
-        )
+        self._light = self._new_prompt_reader()
+        self._heavy = self._new_prompt_reader()
         instructions = tool_instructions(engine.processor)
-        self._shows_tools, self._call_format = instructions is not None, call_format(instructions)
+        self._shows_tools = instructions is not None
+        self._call_format = call_format(instructions)
         self._template_words = template_words(engine.processor)
         self._settings = settings
         self._private_files = private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
-        self.max_model_len = min(
-            settings.max_model_len or self._parts.max_position_embeddings, max_tokens
-        )
-        self._max_chars = self.max_model_len * max(map(len, self._light.tokenizer.get_vocab()))
+        context_length = settings.max_model_len or self._parts.max_position_embeddings
+        self.max_model_len = min(context_length, max_tokens)
+        longest_token = max(len(token) for token in self._light.tokenizer.get_vocab())
+        self._max_chars = self.max_model_len * longest_token
+
+    def _new_prompt_reader(self) -> PromptReader:
+        """Return a prompt reader with a tokenizer of its own."""
+        processor = copy.deepcopy(self._engine.processor)
+        return PromptReader(self._parts, processor, self._num_frames, videos=self._videos)
 
     def read(
         self,
@@ -160,64 +166,41 @@ class Reader:
                 503 where the request is not wanted any more, or the folder of media files cannot be
                 read.
         """
-        settings = self._settings
-        field = request.prompt_field
         prompts = self._prompts_for(request)
-        media = []
-        asked = {}
         self._require_tools_known(request)
         constraint = self._constraint(request, is_wanted)
+
+        # Open its files.
+        media = []
         if isinstance(request, CompletionRequest):
-            given = request.prompt
-            is_text = isinstance(given, str)
-            if is_text:
-                self._require_fits(prompts, given, field)
-            elif len(given) > self.max_model_len:
-                raise self._too_long(f"{len(given)} tokens", field)
-            asked["token_ids"] = (
-                prompts.tokenize(given, request.add_special_tokens) if is_text else given
-            )
+            question_fields = {"token_ids": self._token_ids(request, prompts)}
         else:
-            media, asked = self._open_chat(request, stack, is_wanted)
-        least = request.min_tokens or 0
-        limit = request.token_limit
-        prompt = self._lay_out(prompts, asked, media, field, is_wanted)
+            media, question_fields = self._open_chat(request, stack, is_wanted)
+
+        # Count its tokens.
+        prompt = self._lay_out(prompts, question_fields, media, request.prompt_field, is_wanted)
         num_tokens = prompt.batch["input_ids"].shape[1]
-        wanted = max(limit or 1, least)
-        room = self.max_model_len - num_tokens
-        if room < wanted:
-            raise self._too_long(f"{num_tokens} tokens and the answer needs up to {wanted}", field)
-        bias = request.logit_bias or {}
-        self._require_known(bias, "logit_bias")
-        defaults = {name: getattr(settings, name) for name in ("temperature", "top_p")}
-        if defaults["temperature"] is None:
-            defaults["temperature"] = self._engine.sampling.temperature
-        sampling = SamplingParams(
-            **defaults | request.model_dump(include=_SAMPLING, exclude_none=True),
-            max_new_tokens=min(
-                limit or max(request.default_limit or self._max_new_tokens, least), room
-            ),
-            top_k=request.top_k and max(request.top_k, 0),
-            logit_bias=tuple(bias.items()),
-            logprobs=request.num_logprobs,
-            **constraint,
-            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-            min_tokens=least,
-        ).filled(self._engine.sampling)
-        files = [file.relative for file in media]
-        calls = self._call_format if request.may_call else None
-        shown = self._shown_token_ids(calls, prompts.tokenizer) if calls else []
-        thought = opened_thought(prompt.rendered.text, request.continued_texts) if calls else None
+        max_new_tokens = self._max_new_tokens_of(request, num_tokens)
+
+        # Write the order.
+        sampling = self._sampling(request, max_new_tokens, constraint)
+        call_format = None
+        shown_token_ids = []
+        thought = None
+        if request.may_call:
+            call_format = self._call_format
+            shown_token_ids = _shown_token_ids(call_format, prompts.tokenizer)
+            thought = opened_thought(prompt.rendered.text, request.continued_texts)
         order = WorkOrder(
-            asked=asked,
-            files=files,
+            question_fields=question_fields,
+            files=[file.relative for file in media],
             sampling=sampling,
             hands_over=request.hands_over,
             num_answers=request.num_answers,
             streams=bool(request.stream),
             stop_strings=request.stop_strings,
             stop_token_ids=request.stop_token_ids or (),
-            shown_token_ids=shown,
+            shown_token_ids=shown_token_ids,
         )
         return ReadyRequest(
             order=order,
@@ -225,15 +208,70 @@ class Reader:
             media=media,
             request=request,
             prompt=prompt,
-            call_format=calls,
+            call_format=call_format,
             thought=thought,
         )
 
-    def _shown_token_ids(self, calls: CallFormat, tokenizer) -> list[int]:
-        """Return the special tokens that a parser of calls has to see in the text."""
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
-        return [special[tag] for tag in tags if tag in special]
+    def _token_ids(self, request: CompletionRequest, prompts: PromptReader) -> list[int]:
+        """Return a completion prompt's tokens.
+
+        Raises:
+            ApiError: with status 400 if it is longer than the context, as its beginning shows.
+        """
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            self._require_fits(prompts, prompt, request.prompt_field)
+            return prompts.tokenize(prompt, request.add_special_tokens)
+        if len(prompt) > self.max_model_len:
+            raise self._too_long(f"{len(prompt)} tokens", request.prompt_field)
+        return prompt
+
+    def _max_new_tokens_of(self, request: GenerationRequest, num_tokens: int) -> int:
+        """Return an answer's token limit; ApiError if the context leaves less room than requested.
+
+        Args:
+            num_tokens: the prompt's tokens.
+        """
+        limit = request.token_limit
+        min_tokens = request.min_tokens or 0
+        needed = max(limit or 1, min_tokens)
+        room = self.max_model_len - num_tokens
+        if room < needed:
+            lengths = f"{num_tokens} tokens and the answer needs up to {needed}"
+            raise self._too_long(lengths, request.prompt_field)
+        if limit is None:
+            limit = max(request.default_limit or self._max_new_tokens, min_tokens)
+        return min(limit, room)
+
+    def _sampling(
+        self, request: GenerationRequest, max_new_tokens: int, constraint: dict[str, str | None]
+    ) -> SamplingParams:
+        """Return a request's sampling parameters, with the server's and the model's defaults.
+
+        Args:
+            constraint: the fields from :meth:`_constraint`.
+
+        Raises:
+            ApiError: with status 400 if the model does not have a token of ``logit_bias``.
+        """
+        logit_bias = request.logit_bias or {}
+        self._require_known(logit_bias, "logit_bias")
+        temperature = self._settings.temperature
+        if temperature is None:
+            temperature = self._engine.sampling.temperature
+        fields = {"temperature": temperature, "top_p": self._settings.top_p}
+        fields |= request.model_dump(include=_SAMPLING, exclude_none=True)
+        fields |= constraint
+        sampling = SamplingParams(
+            **fields,
+            max_new_tokens=max_new_tokens,
+            top_k=None if request.top_k is None else max(request.top_k, 0),
+            logit_bias=tuple(logit_bias.items()),
+            logprobs=request.num_logprobs,
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            min_tokens=request.min_tokens or 0,
+        )
+        return sampling.filled(self._engine.sampling)
 
     def close(self) -> None:
         """Delete the files that requests brought; none can be read any more that has some."""
@@ -241,36 +279,43 @@ class Reader:
 
     def _constraint(
         self, request: GenerationRequest, is_wanted: Callable[[], bool]
-    ) -> dict[str, str]:
-        """Return the JSON schema or grammar that an answer has to follow; ApiError if that is
-        invalid."""
+    ) -> dict[str, str | None]:
+        """Return the JSON schema or grammar that an answer has to follow, as a sampling parameter.
+
+        Raises:
+            ApiError: the schema or grammar is invalid, or could not be checked.
+        """
         schema = request.json_schema
         if schema is not None:
             self._require_valid("response_format", is_wanted, json_schema=schema)
             self._require_writable("response_format", schema)
         if not request.may_call or (schema is None and not request.must_call):
             return {"json_schema": schema}
-        answer = None if schema is None or request.must_call else json.loads(schema)
-        added = self._light.tokenizer.get_added_vocab()
         for function in request.functions:
             self._require_writable("tools", json.dumps(function["parameters"]))
+        answer_schema = None
+        if schema is not None and not request.must_call:
+            answer_schema = json.loads(schema)
         with _rejecting("tools"):
             grammar = self._call_format.grammar(
-                request.functions, added, request.makes_one_call, answer
+                request.functions,
+                added_tokens=self._light.tokenizer.get_added_vocab(),
+                is_single=request.makes_one_call,
+                answer_schema=answer_schema,
             )
         self._require_valid("tools", is_wanted, json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
     def _require_writable(self, field: str, json_schema: str) -> None:
         """Reject a schema that prescribes the text of a special token: no answer can have it."""
-        added = self._light.tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in added if token.special]
+        added_tokens = self._light.tokenizer.added_tokens_decoder.values()
+        special_texts = [token.content for token in added_tokens if token.special]
         for text in fixed_texts(json_schema):
-            for token in special:
-                if token in text:
+            for special_text in special_texts:
+                if special_text in text:
                     message = (
-                        f"a constant or a property's name has the special token {token!r}, which "
-                        "no answer can have"
+                        f"a constant or a property's name has the special token {special_text!r}, "
+                        "which no answer can have"
                     )
                     raise ApiError(400, message, param=field)
 
@@ -308,15 +353,19 @@ class Reader:
             raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param=field)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
+        """Return the tokens that the model would read.
+
+        Raises:
+            ApiError: with status 400 or 503, as :meth:`read`.
+        """
         prompts = self._prompts_for(request)
         if request.prompt is not None:
             self._require_fits(prompts, request.prompt, "prompt")
             return prompts.tokenize(request.prompt, request.add_special_tokens is not False)
         self._require_tools_known(request)
         with ExitStack() as stack:
-            media, asked = self._open_chat(request, stack, _is_always_wanted)
-            prompt = self._lay_out(prompts, asked, media, "messages", _is_always_wanted)
+            media, question_fields = self._open_chat(request, stack, _is_always_wanted)
+            prompt = self._lay_out(prompts, question_fields, media, "messages", _is_always_wanted)
             return prompt.batch["input_ids"][0].tolist()
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -337,30 +386,34 @@ class Reader:
 
     def is_light(self, request: GenerationRequest | TokenizeRequest) -> bool:
         """Return whether a request is a short text, which takes no time to read."""
-        num_chars, has_files = _weigh(request)
-        return num_chars <= _LIGHT_CHARS and not has_files
+        return _num_chars(request) <= _LIGHT_CHARS and not _has_files(request)
 
     def _prompts_for(self, request: GenerationRequest | TokenizeRequest) -> PromptReader:
-        """Return the reader for a request; ApiError if it is too long even in the vocabulary's
-        longest tokens."""
-        num_chars, _ = _weigh(request)
+        """Return the prompt reader for a request.
+
+        Raises:
+            ApiError: with status 400 if the request is too long even in the vocabulary's longest
+                tokens.
+        """
+        num_chars = _num_chars(request)
         if num_chars > self._max_chars:
             raise self._too_long(f"{num_chars} characters", request.prompt_field)
         return self._light if self.is_light(request) else self._heavy
 
-    def _too_long(self, what: str, field: str) -> ApiError:
+    def _too_long(self, length: str, field: str) -> ApiError:
         message = (
-            f"the prompt has {what}, but the maximum context length is {self.max_model_len} tokens"
+            f"the prompt has {length}, but the maximum context length is {self.max_model_len} "
+            "tokens"
         )
         return ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _require_fits(self, prompts: PromptReader, text: str, field: str) -> None:
         """Reject a text whose beginning is too long already, before all of it is tokenized."""
-        head = text[: _CHARS_PER_TOKEN * self.max_model_len]
-        if (
-            len(head) < len(text)
-            and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len
-        ):
+        num_head_chars = _CHARS_PER_TOKEN * self.max_model_len
+        if len(text) <= num_head_chars:
+            return
+        num_tokens = len(prompts.tokenize(text[:num_head_chars], False))
+        if num_tokens > self.max_model_len:
             raise self._too_long(f"more than {num_tokens} tokens", field)
 
     def _open_chat(
@@ -371,47 +424,34 @@ class Reader:
     ) -> tuple[list[Media], dict[str, Any]]:
         """Open a chat's files; return them, and the fields of an order's question."""
         settings = self._settings
-        media = []
         deadline = time.monotonic() + settings.fetch_seconds
-
+        media = []
         messages = []
-        for number, message in enumerate(request.messages):
-            is_text = isinstance(message.content, str)
-            parts = [{"type": "text", "text": message.content}] if is_text else []
+        for index, message in enumerate(request.messages):
+            parts = []
             messages.append({**message.rest, "content": parts})
-            for place, part in enumerate([] if is_text else message.content or ()):
+            if isinstance(message.content, str):
+                parts.append({"type": "text", "text": message.content})
+                continue
+            for part_index, part in enumerate(message.content or ()):
                 if part.type == "text":
                     parts.append({"type": "text", "text": part.text})
                     continue
                 if len(media) == settings.max_frames:
-                    most = f"at most {settings.max_frames} videos and images are allowed"
-                    raise ApiError(400, most, param="messages")
+                    limit = f"at most {settings.max_frames} videos and images are allowed"
+                    raise ApiError(400, limit, param="messages")
                 _require_wanted(is_wanted)
-                sent = getattr(part, part.type)
-                is_inline = part.type == "input_audio"
-                url = f"data:audio/{sent.format};base64,{sent.data}" if is_inline else sent.url
-                try:
-                    file = stack.enter_context(
-                        open_media(url, settings, self._private_files, deadline)
-                    )
-                except MediaError as error:
-                    where = f"messages.{number}.content.{place}.{part.type}"
-                    raise ApiError(400, str(error), param=where) from error
-                except FolderError as error:
-                    raise ApiError(503, str(error)) from error
-                kind = part.type.removesuffix("_url").removeprefix("input_")
-                parts.append({"type": kind, "file": len(media), **part.options})
+                field = f"messages.{index}.content.{part_index}.{part.type}"
+                file = self._open_part(part, field, deadline, stack)
+                parts.append({"type": part.kind, "file": len(media), **part.options})
                 media.append(file)
-        warn_of_ignored(
-            "chat_template_kwargs",
-            (request.chat_template_kwargs or {}).keys() - self._template_words,
-        )
+        template_variables = request.chat_template_kwargs or {}
+        warn_of_ignored("chat_template_kwargs", template_variables.keys() - self._template_words)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
-            raise ApiError(
-                400, f"num_frames may be at most {settings.max_frames}", param="num_frames"
-            )
-        return media, {
+            limit = f"num_frames may be at most {settings.max_frames}"
+            raise ApiError(400, limit, param="num_frames")
+        question_fields = {
             "messages": messages,
             "num_frames": num_frames,
             "fps": settings.fps if request.fps is None else request.fps,
@@ -419,67 +459,105 @@ class Reader:
             "tools": [tool.described for tool in request.tools or ()],
             "audio_in_video": request.audio_in_video,
         }
+        return media, question_fields
+
+    def _open_part(self, part: Part, field: str, deadline: float, stack: ExitStack) -> Media:
+        """Open the file of a message's part, for as long as the stack lasts.
+
+        Args:
+            field: the part's name in error replies.
+            deadline: when fetching must be done, by ``time.monotonic``.
+
+        Raises:
+            ApiError: with status 400 if the file is not allowed or cannot be read, with 503 if the
+                folder of media files cannot be read.
+        """
+        content = getattr(part, part.type)
+        if part.type == "input_audio":
+            url = f"data:audio/{content.format};base64,{content.data}"
+        else:
+            url = content.url
+        opened_file = open_media(url, self._settings, self._private_files, deadline)
+        try:
+            return stack.enter_context(opened_file)
+        except MediaError as error:
+            raise ApiError(400, str(error), param=field) from error
+        except FolderError as error:
+            raise ApiError(503, str(error)) from error
 
     def _lay_out(
         self,
         prompts: PromptReader,
-        asked: dict[str, Any],
+        question_fields: dict[str, Any],
         media: list[Media],
         field: str,
         is_wanted: Callable[[], bool],
     ) -> Skeleton:
         """Find the prompt's tokens, and what it shows.
 
+        Args:
+            field: the field with the prompt, for errors.
+
         Raises:
             ApiError: with status 400 where the engine would reject it, except for damaged frames
                 and images.
         """
-        deadline = time.monotonic() + self._settings.fetch_seconds
-
-        def check(num_packets: int) -> None:
-            if num_packets >= self._settings.max_packets or time.monotonic() > deadline:
-                raise PromptError(f"a video takes too long to scan: {num_packets} packets or more")
-            _require_wanted(is_wanted)
-
         try:
-            messages = asked.get("messages", ())
-            kinds = [
-                part["type"]
-                for message in messages
-                for part in message["content"]
-                if "file" in part
-            ]
-            sizes = [
-                _image_size(file)
-                for file, kind in zip(media, kinds, strict=True)
-                if kind == "image"
-            ]
-            _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
-            paths = [file.path for file in media]
-            question = WorkOrder(asked, [], SamplingParams()).question(paths)
-            rendered = prompts.render(question)
-            self._require_fits(prompts, rendered.text, field)
-            infos = [self._videos.probe(path, check) for path in rendered.videos]
-            videos = prompts.sample(infos, question, rendered.sampling)
-            num_frames = len(sizes) + sum(len(video.frames) for video in videos)
-            if num_frames > self._settings.max_frames:
-                raise ApiError(
-                    400,
-                    f"the videos and images have {num_frames} frames, but at most "
-                    f"{self._settings.max_frames} are allowed; ask for fewer with num_frames, "
-                    "which applies per video",
-                    param="messages",
-                )
-            frames = [(1, video.info.most_pixels) for video in videos for _ in video.frames]
-            _require_small("frames", frames, self._settings.max_decoded_bytes)
-            _require_wanted(is_wanted)
-            return prompts.lay_out(rendered, videos)
+            return self._lay_out_within_limits(prompts, question_fields, media, field, is_wanted)
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(
-                400, client_message(str(error) or type(error).__name__, media), param=field
-            ) from error
+            message = client_message(str(error) or type(error).__name__, media)
+            raise ApiError(400, message, param=field) from error
+
+    def _lay_out_within_limits(
+        self,
+        prompts: PromptReader,
+        question_fields: dict[str, Any],
+        media: list[Media],
+        field: str,
+        is_wanted: Callable[[], bool],
+    ) -> Skeleton:
+        """Find the prompt's tokens, and what it shows; raises nearly anything."""
+        settings = self._settings
+        deadline = time.monotonic() + settings.fetch_seconds
+
+        def check(num_packets: int) -> None:
+            if num_packets >= settings.max_packets or time.monotonic() > deadline:
+                raise PromptError(f"a video takes too long to scan: {num_packets} packets or more")
+            _require_wanted(is_wanted)
+
+        # Images.
+        image_sizes = []
+        for file, kind in zip(media, _file_kinds(question_fields), strict=True):
+            if kind == "image":
+                image_sizes.append(_image_size(file))
+        _require_small("images", image_sizes, settings.max_image_bytes, _IMAGE_COPIES)
+
+        # Text.
+        paths = [file.path for file in media]
+        question = build_question(question_fields, paths)
+        rendered = prompts.render(question)
+        self._require_fits(prompts, rendered.text, field)
+
+        # Videos.
+        infos = [self._videos.probe(path, check) for path in rendered.videos]
+        videos = prompts.sample(infos, question, rendered.sampling)
+        num_frames = len(image_sizes) + sum(len(video.frames) for video in videos)
+        if num_frames > settings.max_frames:
+            message = (
+                f"the videos and images have {num_frames} frames, but at most "
+                f"{settings.max_frames} are allowed; ask for fewer with num_frames, which applies "
+                "per video"
+            )
+            raise ApiError(400, message, param="messages")
+        frame_sizes = []
+        for video in videos:
+            frame_sizes += [(1, video.info.most_pixels)] * len(video.frames)
+        _require_small("frames", frame_sizes, settings.max_decoded_bytes)
+
+        _require_wanted(is_wanted)
+        return prompts.lay_out(rendered, videos)
 
 
 @contextmanager
@@ -491,28 +569,50 @@ def _rejecting(field: str) -> Iterator[None]:
         raise ApiError(400, str(error), param=field) from error
 
 
-def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
-    """Count the characters of a request's texts, and say whether it names files."""
-    messages = getattr(request, "messages", None) or ()
-    contents = [message.content or "" for message in messages]
+def _shown_token_ids(calls: CallFormat, tokenizer) -> list[int]:
+    """Return the special tokens that a parser of calls has to see in the text."""
+    id_of = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
+    return [id_of[tag] for tag in tags if tag in id_of]
+
+
+def _num_chars(request: GenerationRequest | TokenizeRequest) -> int:
+    """Count the characters of a request's texts, template variables, schema, tools and calls."""
+    num_chars = 0
     prompt = getattr(request, "prompt", None)
-    contents += [prompt] if isinstance(prompt, str) else []
-    parts = [part for content in contents if not isinstance(content, str) for part in content]
-    texts = [content for content in contents if isinstance(content, str)]
-    texts += [part.text for part in parts if part.type == "text"]
-    texts += [
-        text
-        for message in messages
-        for text in (message.reasoning, message.reasoning_content)
-        if text
-    ]
-    options = [
-        getattr(request, name, None)
-        for name in ("chat_template_kwargs", "response_format", "tools")
-    ]
-    options += [message.tool_calls for message in messages]
-    num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
-    return num_chars, any(part.type != "text" for part in parts)
+    if isinstance(prompt, str):
+        num_chars += len(prompt)
+    for message in _messages(request):
+        for text in (*message.texts, message.reasoning, message.reasoning_content):
+            num_chars += len(text or "")
+        if message.tool_calls:
+            num_chars += len(str(message.tool_calls))
+    for name in ("chat_template_kwargs", "response_format", "tools"):
+        option = getattr(request, name, None)
+        if option:
+            num_chars += len(str(option))
+    return num_chars
+
+
+def _has_files(request: GenerationRequest | TokenizeRequest) -> bool:
+    for message in _messages(request):
+        is_list = isinstance(message.content, list)
+        if is_list and any(part.type != "text" for part in message.content):
+            return True
+    return False
+
+
+def _messages(request: GenerationRequest | TokenizeRequest) -> Sequence[Message]:
+    """Return a chat's messages; none for other requests."""
+    return getattr(request, "messages", None) or ()
+
+
+def _file_kinds(question_fields: dict[str, Any]) -> list[str]:
+    """Return the kind of each file of a question, such as ``image``."""
+    kinds = []
+    for message in question_fields.get("messages", ()):
+        kinds += [part["type"] for part in message["content"] if "file" in part]
+    return kinds
 
 
 def _require_wanted(is_wanted: Callable[[], bool]) -> None:
@@ -520,23 +620,33 @@ def _require_wanted(is_wanted: Callable[[], bool]) -> None:
         raise ApiError(503, "the server is stopping, or the client has gone")
 
 
-def _require_small(what: str, sizes: list[tuple[int, int]], most: int, copies: int = 1) -> None:
-    num_bytes = sum(height * width * 3 * copies for height, width in sizes)
-    if num_bytes > most:
-        raise ApiError(
-            400,
-            f"the {what} take {num_bytes} bytes to decode, but at most {most} are allowed; ask for "
-            f"fewer {what}",
-            param="messages",
+def _require_small(
+    name: str, sizes: list[tuple[int, int]], max_bytes: int, num_copies: int = 1
+) -> None:
+    """Reject images or frames that take too much memory as RGB.
+
+    Args:
+        name: what they are called in the error.
+        sizes: the height and width of each.
+        num_copies: how many times each is in memory.
+    """
+    num_bytes = sum(height * width * 3 * num_copies for height, width in sizes)
+    if num_bytes > max_bytes:
+        message = (
+            f"the {name} take {num_bytes} bytes to decode, but at most {max_bytes} are allowed; "
+            f"ask for fewer {name}"
         )
+        raise ApiError(400, message, param="messages")
 
 
 def client_message(text: str, media: list[Media]) -> str:
     """Return an error's message, with files called what the request calls them."""
     for file in media:
         text = text.replace(str(file.path), file.name)
-        if file.relative is None:  # other hosts have it elsewhere, by the same name
-            text = re.sub(rf"\S*/{file.path.name}", lambda _, name=file.name: name, text)
+        if file.relative is None:
+            # Other hosts have it elsewhere, by the same name.
+            escaped_name = file.name.replace("\\", r"\\")
+            text = re.sub(rf"\S*/{file.path.name}", escaped_name, text)
     return text
 
 
@@ -550,13 +660,14 @@ def _image_size(file: Media) -> tuple[int, int]:
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:
             size = (image.height, image.width)
-            format = image.format
-        num_scans = file.path.read_bytes().count(_START_OF_SCAN) if format in ("JPEG", "MPO") else 0
+            image_format = image.format
+        num_scans = 0
+        if image_format in ("JPEG", "MPO"):
+            num_scans = file.path.read_bytes().count(_START_OF_SCAN)
     except Exception as error:
         formats = ", ".join(_IMAGE_FORMATS)
-        raise ApiError(
-            400, f"cannot read {file.name} as an image ({formats})", param="messages"
-        ) from error
+        message = f"cannot read {file.name} as an image ({formats})"
+        raise ApiError(400, message, param="messages") from error
     if num_scans > _MAX_SCANS:
         raise ApiError(400, f"{file.name} has more than {_MAX_SCANS} scans", param="messages")
     return size

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..config import MAX_FPS
 from ..input.content import (
@@ -46,25 +46,23 @@ def _names(text: str) -> frozenset[str]:
 
 
 _FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
-_WITHOUT_EFFECT, _OF_THE_DECODER = (
-    _names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder")
-)
+_WITHOUT_EFFECT = _names(_FIELDS["without_effect"])
+_OF_THE_DECODER = _names(_FIELDS["of_the_decoder"])
 # By value, the fields for which it is as good as none.
 _NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
-_REFUSED = _names(_FIELDS["refused"]).union(
-    VIDEO_OPTIONS, OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL)
-)
+_ACCEPTED_IF_NEUTRAL = frozenset().union(*(names for _, names in _NEUTRAL))
+_REFUSED = _names(_FIELDS["refused"]) | _ACCEPTED_IF_NEUTRAL | {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 # What a client may use in place of a field that is not supported.
 _INSTEAD: dict[str, str] = _FIELDS["instead"]
-_MAX_STOP_LENGTH = (
-    1000  # characters; what may become a stop string is looked at again with every token
-)
+# Characters. Text that may become a stop string is looked at again with every token.
+_MAX_STOP_LENGTH = 1000
 _MAX_TOKENS = 2**20
 _MAX_UNKNOWN = 256  # fields of an object that this server does not know, each of which is a warning
 _MAX_TOOLS = 128  # OpenAI's limit
-_MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
+# Prompts of a request. Each becomes a request of its own, in the thread that speaks HTTP.
+_MAX_PROMPTS = 1024
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Object = Annotated[dict[str, Any], AfterValidator(_require_finite)]
@@ -113,16 +111,26 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
-        others = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, others)
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {
+            "message": str(self),
+            "type": self._type,
+            "param": self.param,
+            "code": self.code,
         }
+        return {"error": error}
+
+    @property
+    def _type(self) -> str:
+        """OpenAI's name for this kind of error."""
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
 
 
 class _Strict(BaseModel):
-    """An object whose values must have the declared types, whose numbers are finite and whose
-    fields are known."""
+    """An object with values of the declared types, finite numbers and known fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -131,21 +139,21 @@ class _Strict(BaseModel):
         extra = self.model_extra or {}
         if len(extra) > _MAX_UNKNOWN:
             raise PydanticCustomError("too_many", f"more than {_MAX_UNKNOWN} unknown fields")
-        refused = [
-            name
-            for name, value in extra.items()
-            if name in _REFUSED and not _is_neutral(name, value)
-        ]
-        if refused:
-            raise _refused(refused[0], self._why_refused(refused))
+        refused_names = []
+        for name, value in extra.items():
+            if name in _REFUSED and not _is_neutral(name, value):
+                refused_names.append(name)
+        if refused_names:
+            raise _refused(refused_names[0], self._why_refused(refused_names))
         warn_of_ignored("request", extra.keys() - _REFUSED - _WITHOUT_EFFECT)
         return self
 
     def _why_refused(self, names: list[str]) -> str:
         """Return why fields are not supported, naming all of them."""
-        hints = [f"{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
         verb = "is" if len(names) == 1 else "are"
-        return "; ".join([f"{', '.join(names)} {verb} not supported by this server", *hints])
+        reason = f"{', '.join(names)} {verb} not supported by this server"
+        hints = [f"{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+        return "; ".join([reason, *hints])
 
     @classmethod
     def parse(cls: type[_Body], body: bytes | bytearray) -> _Body:
@@ -157,22 +165,30 @@ class _Strict(BaseModel):
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
-            # Of the alternatives that a value fits none of, the one that it fits best.
-            found = error.errors(include_url=False, include_input=False)
-            worst = max(found, key=lambda each: (len(each["loc"]), each["type"] == "too_long"))
-            steps = [
-                step
-                for step in worst["loc"]
-                if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
-            ]
-            message = worst["msg"]
-            if worst["type"] == "refused":
-                steps.append(worst["ctx"]["param"])
-            elif steps:
-                message = f"{steps[-1]}: {message}"
-            raise ApiError(
-                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
-            ) from error
+            raise _validation_error(error) from error
+
+
+def _validation_error(error: ValidationError) -> ApiError:
+    """Return the reply to a body that does not fit its model, about one of its fields."""
+    details = error.errors(include_url=False, include_input=False)
+
+    def depth(detail: ErrorDetails) -> tuple[int, bool]:
+        return len(detail["loc"]), detail["type"] == "too_long"
+
+    # Of the alternatives that a value fits none of, the one that it fits best.
+    deepest = max(details, key=depth)
+    path = []
+    for step in deepest["loc"]:
+        if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step):
+            path.append(step)
+    message = deepest["msg"]
+    if deepest["type"] == "refused":
+        path.append(deepest["ctx"]["param"])
+    elif path:
+        message = f"{path[-1]}: {message}"
+    # A validator of an object names a field that may be in the path already.
+    param = ".".join(str(step) for step, _ in groupby(path))
+    return ApiError(400, message, param=param or None)
 
 
 def warn_of_ignored(where: str, names: Iterable[str]) -> None:
@@ -183,9 +199,13 @@ def warn_of_ignored(where: str, names: Iterable[str]) -> None:
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field's value has no effect; 0 is not False."""
-    same = (neutral for neutral, names in _NEUTRAL if name in names and value == neutral)
-    are_alike = (isinstance(each, bool) == isinstance(value, bool) for each in same)
-    return value is None or value in ([], {}) or any(are_alike)
+    if value is None or value in ([], {}):
+        return True
+    for neutral, names in _NEUTRAL:
+        are_both_bool_or_neither = isinstance(neutral, bool) == isinstance(value, bool)
+        if name in names and value == neutral and are_both_bool_or_neither:
+            return True
+    return False
 
 
 def _refused(param: str, message: str) -> PydanticCustomError:
@@ -198,23 +218,24 @@ _CONTENTS = ("text", "image_url", "video_url", "audio_url", "input_audio")
 
 
 class MediaUrl(_Strict):
-    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has
-    its own."""
+    """A file's URL.
+
+    OpenAI's ``detail``, a resolution, changes nothing: the model's processor has its own.
+    """
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
 class InputAudio(_Strict):
-    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+    """Sound as OpenAI takes it: base64 of a file, whose content tells its format."""
 
     data: str
     format: Annotated[str, Field(pattern=r"^\w{1,16}$")]
 
 
 class Part(_Strict):
-    """A part of a message, with the field that its type names; a video or an image also with
-    options of its own."""
+    """A part of a message, with the field that its type names, and a file's own options."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
@@ -237,13 +258,15 @@ class Part(_Strict):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of its file that are given."""
+        """The options of its file that the request sets."""
         return self.model_dump(include=set(VIDEO_OPTIONS), exclude_none=True)
 
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, part: Any) -> Any:
-        return in_openais_form(part) if isinstance(part, dict | str) else part
+        if isinstance(part, dict | str):
+            return in_openais_form(part)
+        return part
 
     @model_validator(mode="after")
     def _check_content(self) -> "Part":
@@ -251,22 +274,25 @@ class Part(_Strict):
             raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
         for name in _CONTENTS:
             if name != self.type and getattr(self, name):
-                raise _refused(
-                    name,
-                    f"a part of the type {self.type} has no {name}: send it in a part of its own",
+                message = (
+                    f"a part of the type {self.type} has no {name}: send it in a part of its own"
                 )
+                raise _refused(name, message)
         try:
-            require_consistent(self.type.removesuffix("_url").removeprefix("input_"), self.options)
+            require_consistent(self.kind, self.options)
         except OptionError as error:
             raise _refused(error.name, str(error)) from None
         return self
 
+    @property
+    def kind(self) -> str:
+        """The kind of its content: ``text``, ``image``, ``video`` or ``audio``."""
+        return self.type.removesuffix("_url").removeprefix("input_")
+
     def _why_refused(self, names: list[str]) -> str:
-        given = [*self.options, *names]
-        return (
-            f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this "
-            "server"
-        )
+        all_options = ", ".join([*self.options, *names])
+        unsupported = ", ".join(names)
+        return f"of {all_options} beside a file, {unsupported} cannot be followed by this server"
 
 
 class CalledFunction(_Strict):
@@ -275,8 +301,7 @@ class CalledFunction(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of an earlier answer, with its arguments as JSON, or one that has to be made, by its
-    name."""
+    """A call in an earlier answer, with its arguments as JSON; or one to make, with its name."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -296,8 +321,8 @@ class Message(_Strict):
     def _check_calls(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
             raise _refused("tool_calls", "only the assistant calls tools")
-        thought = self.role == "assistant" and (self.reasoning or self.reasoning_content)
-        if self.content is None and not self.tool_calls and not thought:
+        is_thought = self.role == "assistant" and bool(self.reasoning or self.reasoning_content)
+        if self.content is None and not self.tool_calls and not is_thought:
             raise _refused("content", "a message needs a content, or tool_calls")
         return self
 
@@ -306,12 +331,15 @@ class Message(_Strict):
         """The texts of its content."""
         if isinstance(self.content, str):
             return [self.content]
-        return [part.text for part in self.content or () if part.type == "text"]
+        if self.content is None:
+            return []
+        return [part.text for part in self.content if part.type == "text"]
 
     @property
     def rest(self) -> dict[str, Any]:
-        """The fields besides ``content`` that are given."""
-        return self.model_dump(include=set(Message.model_fields) - {"content"}, exclude_none=True)
+        """The message's fields besides ``content`` that the request sets."""
+        names = set(Message.model_fields) - {"content"}
+        return self.model_dump(include=names, exclude_none=True)
 
 
 class Function(_Strict):
@@ -328,11 +356,10 @@ class Tool(_Strict):
     @property
     def described(self) -> dict[str, Any]:
         """The tool as a chat template gets it from vLLM."""
-        unset = {"strict"} if self.function.strict is None else set()
-        return {
-            "type": self.type,
-            "function": self.function.model_dump(include=set(Function.model_fields) - unset),
-        }
+        names = set(Function.model_fields)
+        if self.function.strict is None:
+            names.remove("strict")
+        return {"type": self.type, "function": self.function.model_dump(include=names)}
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -344,8 +371,7 @@ class StreamOptions(_Strict):
 
 
 class KVTransferParams(BaseModel):
-    """What a router asks of a prefill instance; its other fields are for other kinds of
-    instances."""
+    """What a router asks of a prefill instance; other fields are for other kinds of instances."""
 
     model_config = ConfigDict(strict=True)
 
@@ -354,8 +380,9 @@ class KVTransferParams(BaseModel):
 
 
 class GenerationRequest(_Strict):
-    """Fields of both endpoints; lists fail fast, because an error takes much more memory than its
-    cause.
+    """Fields of both completion endpoints.
+
+    Lists fail fast, because an error takes much more memory than its cause.
 
     Attributes:
         default_limit: token limit of the answer if the request has none; None: the server's
@@ -411,56 +438,54 @@ class GenerationRequest(_Strict):
         params = body.get("kv_transfer_params") if isinstance(body, dict) else None
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
             return body
-        kept = {name: value for name, value in body.items() if name not in _OF_THE_DECODER}
-        return {
-            **kept,
-            "tool_choice": "none",
-            "max_tokens": 1,
-            "min_tokens": 1 if body.get("min_tokens") else 0,
-        }
+        fields = {name: value for name, value in body.items() if name not in _OF_THE_DECODER}
+        fields["tool_choice"] = "none"
+        fields["max_tokens"] = 1
+        fields["min_tokens"] = 1 if body.get("min_tokens") else 0
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
         self._check_answer()
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "stream_options needs stream")
-        if None not in (self.max_tokens, self.max_completion_tokens) and (
-            self.max_tokens != self.max_completion_tokens
-        ):
-            raise _refused(
-                "max_tokens", "max_tokens and max_completion_tokens must be equal if both are given"
-            )
+        has_both_limits = self.max_tokens is not None and self.max_completion_tokens is not None
+        if has_both_limits and self.max_tokens != self.max_completion_tokens:
+            message = "max_tokens and max_completion_tokens must be equal if both are given"
+            raise _refused("max_tokens", message)
         self._check_kv_transfer()
         limit = self.token_limit or self.default_limit
         if limit is not None and (self.min_tokens or 0) > limit:
-            raise _refused(
-                "min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}"
-            )
+            message = f"min_tokens is {self.min_tokens}, but max_tokens is {limit}"
+            raise _refused("min_tokens", message)
         return self
 
     def _check_answer(self) -> None:
         if self.stop_token_ids and self.min_tokens:
-            raise _refused(
-                "stop_token_ids", "stop_token_ids are not supported together with min_tokens"
-            )
-        asked = self.response_format or {}
-        if asked.get("type", "text") not in ("text", "json_object", "json_schema"):
-            raise _refused(
-                "response_format", "response_format: type must be text, json_object or json_schema"
-            )
-        if asked.get("type") == "json_schema":
-            described = asked.get("json_schema")
-            if not isinstance(described, dict) or not isinstance(
-                described.get("schema"), dict | bool
-            ):
-                raise _refused(
-                    "response_format", "response_format: json_schema.schema must be a JSON schema"
-                )
+            message = "stop_token_ids are not supported together with min_tokens"
+            raise _refused("stop_token_ids", message)
+        self._check_response_format()
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
             message = (
                 "a JSON response_format excludes min_tokens and ignore_eos: the schema ends the "
                 "answer"
             )
+            raise _refused("response_format", message)
+
+    def _check_response_format(self) -> None:
+        response_format = self.response_format or {}
+        kind = response_format.get("type", "text")
+        if kind not in ("text", "json_object", "json_schema"):
+            message = "response_format: type must be text, json_object or json_schema"
+            raise _refused("response_format", message)
+        if kind != "json_schema":
+            return
+        description = response_format.get("json_schema")
+        has_schema = isinstance(description, dict) and isinstance(
+            description.get("schema"), dict | bool
+        )
+        if not has_schema:
+            message = "response_format: json_schema.schema must be a JSON schema"
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
@@ -477,9 +502,9 @@ class GenerationRequest(_Strict):
     @property
     def hands_over(self) -> bool:
         """Whether the prompt's KV is transferred to another server."""
-        return self.kv_transfer_params is not None and bool(
-            self.kv_transfer_params.do_remote_decode
-        )
+        if self.kv_transfer_params is None:
+            return False
+        return bool(self.kv_transfer_params.do_remote_decode)
 
     @property
     def num_answers(self) -> int:
@@ -492,11 +517,14 @@ class GenerationRequest(_Strict):
 
     @property
     def json_schema(self) -> str | None:
-        """The JSON schema that the answer is to follow."""
-        asked = self.response_format or {}
-        if asked.get("type") == "json_schema":
-            return json.dumps(asked["json_schema"]["schema"])
-        return _ANY_OBJECT if asked.get("type") == "json_object" else None
+        """The JSON schema that the answer is to follow; None: there is none."""
+        response_format = self.response_format or {}
+        kind = response_format.get("type")
+        if kind == "json_schema":
+            return json.dumps(response_format["json_schema"]["schema"])
+        if kind == "json_object":
+            return _ANY_OBJECT
+        return None
 
     @property
     def is_constrained(self) -> bool:
@@ -506,7 +534,9 @@ class GenerationRequest(_Strict):
     @property
     def stop_strings(self) -> list[str]:
         """The strings that end the answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def token_limit(self) -> int | None:
@@ -515,8 +545,10 @@ class GenerationRequest(_Strict):
 
 
 class _ChatOptions(_Strict):
-    """Options of the chat template (:func:`apbv.input.rendering.apply_template`) and of video
-    reading."""
+    """Options of the chat template and of video reading.
+
+    The former are arguments of :func:`apbv.input.rendering.apply_template`.
+    """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -531,15 +563,13 @@ class _ChatOptions(_Strict):
         variables = self.chat_template_kwargs or {}
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in variables:
-                raise _refused(
-                    "chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field"
-                )
-        options = [
-            name for name in variables if name in VIDEO_OPTIONS or name in OTHER_FILE_OPTIONS
-        ]
-        if options:
+                message = f"chat_template_kwargs: {name} is a top-level field"
+                raise _refused("chat_template_kwargs", message)
+        file_options = {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}
+        misplaced = [name for name in variables if name in file_options]
+        if misplaced:
             message = (
-                f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template "
+                f"chat_template_kwargs: {', '.join(misplaced)} cannot be followed: a chat template "
                 "samples no files"
             )
             raise _refused("chat_template_kwargs", message)
@@ -547,16 +577,20 @@ class _ChatOptions(_Strict):
 
     @property
     def template(self) -> dict[str, Any]:
-        """The options of the chat template that are given."""
-        given = self.model_dump(
-            include={"add_generation_prompt", "continue_final_message"}, exclude_none=True
-        )
-        return {**(self.chat_template_kwargs or {}), **given}
+        """The options of the chat template that the request sets."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message is not None:
+            options["continue_final_message"] = self.continue_final_message
+        return options
 
 
 class ChatRequest(_ChatOptions, GenerationRequest):
-    """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are
-    extensions."""
+    """The body of POST /v1/chat/completions.
+
+    ``num_frames``, ``fps`` and ``audio_in_video`` are extensions of OpenAI's API.
+    """
 
     prompt_field = "messages"
     id_prefix = "chatcmpl"
@@ -578,15 +612,13 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         if self.tool_choice not in (None, "none", "auto") and not self.functions:
             raise _refused("tool_choice", "tool_choice needs tools, and names one of them")
         if self.must_call and (self.min_tokens or self.ignore_eos):
-            raise _refused(
-                "tool_choice",
-                "a required call ends the answer: it excludes min_tokens and ignore_eos",
-            )
+            message = "a required call ends the answer: it excludes min_tokens and ignore_eos"
+            raise _refused("tool_choice", message)
         return self
 
     @property
     def may_call(self) -> bool:
-        """As of every request."""
+        """Whether calls of tools are looked for in the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -598,23 +630,27 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     def functions(self) -> list[dict[str, Any]]:
         """The functions that the answer may call, or must."""
         functions = [tool.described["function"] for tool in self.tools or ()]
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolCall) else None
-        return [function for function in functions if chosen in (None, function["name"])]
+        if isinstance(self.tool_choice, ToolCall):
+            chosen_name = self.tool_choice.function.name
+            return [function for function in functions if function["name"] == chosen_name]
+        return functions
 
     @property
     def continued_texts(self) -> list[str]:
-        """As of every request."""
+        """The texts of the message that the answer continues, if it continues one."""
         return self.messages[-1].texts if self.continue_final_message else []
 
     @property
     def makes_one_call(self) -> bool:
-        """As of every request."""
+        """Whether the answer has one call at most."""
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolCall)
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of most probable tokens to return with every token; None: no log probabilities."""
-        return self.top_logprobs or 0 if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(GenerationRequest):
@@ -639,26 +675,31 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As of a chat."""
+        """Number of most probable tokens to return with every token; None: no log probabilities."""
         return None if self.logprobs is False else self.logprobs
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
         if not all(self.prompts):
             raise _refused("prompt", "the prompt is empty")
-        if (number := len(self.prompts)) > _MAX_PROMPTS:
-            raise _refused("prompt", f"at most {_MAX_PROMPTS} prompts are allowed, not {number}")
-        if self.hands_over and number > 1:
+        num_prompts = len(self.prompts)
+        if num_prompts > _MAX_PROMPTS:
+            message = f"at most {_MAX_PROMPTS} prompts are allowed, not {num_prompts}"
+            raise _refused("prompt", message)
+        if self.hands_over and num_prompts > 1:
             raise _refused("prompt", "do_remote_decode takes one prompt per request")
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, also where there is only one."""
-        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt
+        is_text = isinstance(self.prompt, str)
+        if is_text or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
     def split(self) -> list["CompletionRequest"]:
+        """Return a request for each prompt."""
         return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompts]
 
 
@@ -681,9 +722,8 @@ class TokenizeRequest(_ChatOptions):
         if (self.prompt is None) == (self.messages is None):
             raise _refused("prompt", "either prompt or messages must be given")
         if self.messages is not None and self.add_special_tokens:
-            raise _refused(
-                "add_special_tokens", "does not apply to chats: their template adds them"
-            )
+            message = "does not apply to chats: their template adds them"
+            raise _refused("add_special_tokens", message)
         return self
 
 

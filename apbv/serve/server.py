@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import uvicorn
+from transformers import PreTrainedModel
 
 from ..engine import Engine
 from ..hosts import HostGroup
@@ -59,12 +60,10 @@ def bind(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port <= LAST_PORT:  # others would be taken modulo 65536
         raise ValueError(f"cannot listen on {host}:{port}: ports lie in 0 .. {LAST_PORT}")
-    with raised_as(
-        ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError, UnicodeError
-    ):
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+    failure = f"cannot listen on {host}:{port}"
+    with raised_as(ValueError, failure, OSError, OverflowError, UnicodeError):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -77,9 +76,8 @@ def listen(sock: socket.socket) -> None:
     Raises:
         ValueError: another server that bound the same address listened first.
     """
-    with raised_as(
-        ValueError, f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}", OSError
-    ):
+    host, port = sock.getsockname()[:2]
+    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError):
         sock.listen()
 
 
@@ -119,30 +117,32 @@ def run_worker(
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
-    homes = engine.num_homes
+    num_homes = engine.num_homes
     if settings.max_kv_bytes is None:
         settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts) // 2)
     with ExitStack() as stack:
         private_files = stack.enter_context(closing(PrivateFiles()))
-        scheduler = offers = None
+        scheduler = None
         with hosts.local_stage("preparing the server"):
             if hosts.is_leader:
-                scheduler = Scheduler(
-                    limits_of(engine, settings), Metrics(settings.model), max(homes, 1)
-                )
-        if (
-            settings.kv_host is not None and engine.prefills
-        ):  # collective over the hosts that prefill
-            on_end = None if scheduler is None else scheduler.end_offer
-            where = {
-                "host": settings.kv_host,
-                "port": settings.kv_port,
-                "seconds": settings.kv_seconds,
-            }
-            offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
-        executor = Executor(
-            engine, hosts, offers, connect_hosts(hosts, stack) if homes > 1 else None
-        )
+                limits = limits_of(engine, settings)
+                scheduler = Scheduler(limits, Metrics(settings.model), max(num_homes, 1))
+
+        # Connect the hosts; collective over those that prefill, and those that decode alone.
+        offers = None
+        if settings.kv_host is not None and engine.prefills:
+            offers = Offers(
+                engine.hosts,
+                host=settings.kv_host,
+                port=settings.kv_port,
+                seconds=settings.kv_seconds,
+                on_end=None if scheduler is None else scheduler.end_offer,
+            )
+            stack.enter_context(offers)
+        link = connect_hosts(hosts, stack) if num_homes > 1 else None
+        executor = Executor(engine, hosts, offers, link)
+
+        # Lead, or follow.
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
@@ -161,23 +161,24 @@ def run_worker(
 
 
 class _StopAfterSignals:
-    """Signal handler of the hosts that follow: the first signal asks them to stop, a second one
-    ends this process."""
+    """Signal handler of the hosts that follow.
+
+    The first signal asks all hosts to stop, a second one ends this process.
+    """
 
     def __init__(self, wants_to_stop: threading.Event, private_files: PrivateFiles):
         self._wants_to_stop = wants_to_stop
         self._private_files = private_files
-        self._since = 0.0
+        self._first_at = 0.0
 
     def __call__(self, number: int, _) -> None:
         if not self._wants_to_stop.is_set():
-            self._since = time.monotonic()
+            self._first_at = time.monotonic()
             self._wants_to_stop.set()
-        elif time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+        elif time.monotonic() - self._first_at > SAME_SIGNAL_SECONDS:
             # In a thread: this one may hold the lock that closing needs.
-            threading.Thread(
-                target=end_at_once, args=(number, self._private_files.close), daemon=True
-            ).start()
+            arguments = (number, self._private_files.close)
+            threading.Thread(target=end_at_once, args=arguments, daemon=True).start()
 
 
 def _least_free_bytes(hosts: HostGroup) -> int:
@@ -185,12 +186,11 @@ def _least_free_bytes(hosts: HostGroup) -> int:
 
     Processes on one machine's CPU have an equal part of its memory each.
     """
-    sharing = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes))
-        if hosts.device.type == "cpu"
-        else 1
-    )
-    return int(min(hosts.gather_floats([free_memory_bytes(hosts.device) / sharing]))[0])
+    num_bytes = free_memory_bytes(hosts.device)
+    if hosts.device.type == "cpu":
+        num_bytes /= int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes))
+    bytes_of_hosts = [host_bytes for (host_bytes,) in hosts.gather_floats([num_bytes])]
+    return int(min(bytes_of_hosts))
 
 
 def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
@@ -199,20 +199,22 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     Raises:
         ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
-    models = [engine.model, *([] if engine.draft_model is None else [engine.draft_model])]
-    token_bytes = sum(
-        DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize for model in models
-    )
+    # The KV of one token.
+    token_bytes = _token_bytes(engine.model)
+    if engine.draft_model is not None:
+        token_bytes += _token_bytes(engine.draft_model)
     speculate = engine.speculative_config
     if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
         token_bytes *= 2  # at most as much of the prompt is copied for the draft
+
+    # The KV of the longest request that must run.
     max_bytes = settings.max_kv_bytes
-    wanted = settings.max_model_len or _FEWEST_TOKENS
-    wanted_bytes = (wanted + GROWTH_ROWS) * token_bytes
-    if max_bytes < wanted_bytes:
+    num_tokens = settings.max_model_len or _FEWEST_TOKENS
+    required_bytes = (num_tokens + GROWTH_ROWS) * token_bytes
+    if max_bytes < required_bytes:
         raise ValueError(
-            f"the KV of {wanted} tokens takes up to {wanted_bytes / 2**20:.1f} MiB, but at most "
-            f"{max_bytes / 2**20:.1f} MiB are allowed (--max-kv-mib)"
+            f"the KV of {num_tokens} tokens takes up to {required_bytes / 2**20:.1f} MiB, but at "
+            f"most {max_bytes / 2**20:.1f} MiB are allowed (--max-kv-mib)"
         )
     return Limits(
         max_queue=settings.max_queue,
@@ -223,6 +225,11 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         max_answers=1 if engine.why_one_by_one else None,
         split_tokens=settings.min_host_tokens * engine.hosts.size if engine.can_work_alone else 0,
     )
+
+
+def _token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a token's KV in all layers of a model."""
+    return DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize
 
 
 class _Server(uvicorn.Server):
@@ -250,13 +257,13 @@ class _Server(uvicorn.Server):
         self._worker = worker
         self._grace = settings.grace
         host, port = sock.getsockname()[:2]
-        why_one_by_one = worker.why_one_by_one
+        url_host = f"[{host}]" if ":" in host else host
         self._greeting = (
-            f"serving {settings.model} on {num_hosts} host(s): "
-            f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
+            f"serving {settings.model} on {num_hosts} host(s): http://{url_host}:{port}/v1\n"
             f"SIGTERM to process {os.getpid()} finishes running requests and stops all hosts"
-            + (f"\none answer at a time: {why_one_by_one}" if why_one_by_one else "")
         )
+        if worker.why_one_by_one:
+            self._greeting += f"\none answer at a time: {worker.why_one_by_one}"
         self._ending: threading.Thread | None = None
         self._ending_since = 0.0
 
@@ -278,13 +285,14 @@ class _Server(uvicorn.Server):
             self.end()
         elif time.monotonic() - self._ending_since > SAME_SIGNAL_SECONDS:
             self.force_exit = True
-            threading.Thread(
-                target=end_at_once, args=(sig, self._worker.cut_short), daemon=True
-            ).start()
+            arguments = (sig, self._worker.cut_short)
+            threading.Thread(target=end_at_once, args=arguments, daemon=True).start()
 
     def end(self) -> None:
-        """Finish running requests, then exit. Callable from any thread, returns at once;
-        idempotent."""
+        """Finish running requests, then exit; idempotent.
+
+        Any thread may call this. It returns at once.
+        """
         if self._ending is None:
             self._ending_since = time.monotonic()
             self._ending = threading.Thread(
@@ -298,7 +306,7 @@ def end_at_once(number: int, prepare: Callable[[], None]) -> None:
 
     Args:
         number: the signal that asks for it.
-        prepare: what is to be done before; it may end the process by itself.
+        prepare: called first; it may end the process by itself.
     """
     timer = threading.Timer(_AT_ONCE_SECONDS, os._exit, [128 + number])
     timer.daemon = True

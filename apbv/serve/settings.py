@@ -20,8 +20,8 @@ class ServerSettings:
         max_queue: maximum number of waiting requests.
         max_running: maximum number of answers decoded in one batch, of which every host has one;
             None: limited by the KV cache only.
-        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside
-            other hosts'.
+        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, while
+            other hosts prefill others.
         max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that
             has least.
         max_body_bytes: largest request body.
@@ -34,8 +34,9 @@ class ServerSettings:
         max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first
             frame of an animation is decoded.
         fetch_seconds: time limit for fetching all files of a request.
-        fps: the default of the request's field of that name.
-        temperature, top_p, max_new_tokens, num_frames: the same; None: the engine's default.
+        fps: the default of the requests' field of this name.
+        temperature, top_p, max_new_tokens, num_frames: the defaults of the requests' fields of
+            these names; None: the engine's.
         media_dir: the directory whose files requests may name; None: no files.
         media_hosts: network names, in lower case, from which files may be fetched. Private and
             local addresses are allowed only if they, or ``localhost``, are listed themselves.
@@ -43,7 +44,8 @@ class ServerSettings:
         grace: seconds that running requests get after SIGTERM.
         api_key: the bearer token that /v1/* requires; None: none.
         kv_host: address on which each process listens for KV consumers; None: no KV transfer.
-        kv_port, kv_seconds: see :class:`apbv.kv.offers.Offers`.
+        kv_port: the port of that address; 0: any free one.
+        kv_seconds: how long exported KV waits to be fetched.
     """
 
     model: str = "demo"

@@ -25,7 +25,7 @@ def opened_thought(prompt: str, continued: Sequence[str] = ()) -> str | None:
     for opening in CLOSING_TAGS:
         if end.endswith(opening):
             return opening
-    begun = "\n".join(continued)
-    latest = max(CLOSING_TAGS, key=begun.rfind)
-    is_open = begun.rfind(latest) > begun.rfind(CLOSING_TAGS[latest])
+    answer = "\n".join(continued)
+    latest = max(CLOSING_TAGS, key=lambda opening: answer.rfind(opening))
+    is_open = answer.rfind(latest) > answer.rfind(CLOSING_TAGS[latest])
     return latest if is_open else None

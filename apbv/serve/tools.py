@@ -21,8 +21,8 @@ class CallFormat:
     Attributes:
         key: the object's key of the arguments.
         opening, closing: tags around each call; if empty, an answer begins with its calls.
-        blank: what the model writes between a tag and the object.
-        separator: what the model writes between two calls.
+        blank: white space between a tag and the object.
+        separator: text between two calls.
     """
 
     key: str
@@ -46,25 +46,28 @@ class CallFormat:
             is_single: whether there is one call, and not one or more.
             answer_schema: the JSON schema of answers without a call; None: there are none.
         """
-        more = "" if is_single else f"({quoted(self.separator)} call)*"
-        tags = [
-            tag if tag in added_tokens else quoted(tag)
-            for tag in (self.opening, self.closing)
-            if tag
-        ]
-        first, last = tags or ("", "")
+
+        def tag_rule(tag: str) -> str:
+            return tag if not tag or tag in added_tokens else quoted(tag)
+
+        # The answer: calls, or text that follows its schema.
+        further_calls = "" if is_single else f"({quoted(self.separator)} call)*"
+        rules = [f"calls: call {further_calls}"]
+        if answer_schema is None:
+            rules.append("start: calls")
+        else:
+            rules.append("start: calls | answer")
+            rules.append(f"answer: {json_rule(answer_schema)}")
+
+        # A call: a function's head and arguments, and the end of the object.
         names = " | ".join(f"f{number}" for number in range(len(functions)))
-        rules = [
-            f"calls: call {more}",
-            "start: calls" if answer_schema is None else "start: calls | answer",
-        ]
-        rules += [] if answer_schema is None else [f"answer: {json_rule(answer_schema)}"]
-        rules += [f"call: {first} ({names}) {quoted('}' + self.blank)} {last}"]
+        end = quoted("}" + self.blank)
+        rules.append(f"call: {tag_rule(self.opening)} ({names}) {end} {tag_rule(self.closing)}")
         for number, function in enumerate(functions):
             # In the pieces of which JSON consists, else it could not be told from another object
             # that follows "{".
             head = (
-                f"{self.blank}{{",
+                self.blank + "{",
                 '"name"',
                 ": ",
                 quoted(function["name"]),
@@ -72,11 +75,10 @@ class CallFormat:
                 quoted(self.key),
                 ": ",
             )
-            arguments = {**(function["parameters"] or {"properties": {}}), "type": "object"}
-            rules += [
-                f"f{number}: {' '.join(map(quoted, head))} a{number}",
-                f"a{number}: {json_rule(arguments)}",
-            ]
+            quoted_head = " ".join(quoted(piece) for piece in head)
+            parameters = function["parameters"] or {"properties": {}}
+            rules.append(f"f{number}: {quoted_head} a{number}")
+            rules.append(f"a{number}: {json_rule({**parameters, 'type': 'object'})}")
         return "\n".join(rules)
 
 
@@ -86,25 +88,30 @@ LLAMA = CallFormat("parameters", separator="; ")
 
 # A call as a template explains it, with the braces as Qwen2.5 writes them, too.
 _EXPLAINED_CALL = re.compile(r"<tool_call>\s*(\{+.*?\}+)\s*</tool_call>", re.DOTALL)
-# What stands inside the same tags in formats that are not JSON: Qwen3-Coder's, and GLM's.
+_NAME_KEY = re.compile(r"""["']name["']\s*:""")
+_ARGUMENTS_KEY = re.compile(r"""["']arguments["']\s*:""")
+# These stand inside the same tags in formats that are not JSON: Qwen3-Coder's, and GLM's.
 _INSIDE_OTHER_TAGS = ("<function=", "<arg_key>")
+_LLAMA_CALL = '{"name": function name, "parameters":'
 
 
 def call_format(instructions: str | None) -> CallFormat | None:
-    """Return the format that a prompt tells a model to use
-    (:func:`apbv.input.rendering.tool_instructions`).
+    """Return the format of calls that a prompt tells a model to use.
 
-    None: it tells of none, or of another one. The tags alone do not tell: several formats share
-    them.
+    The tags alone do not tell: several formats share them.
+
+    Args:
+        instructions: from :func:`apbv.input.rendering.tool_instructions`.
+
+    Returns:
+        The format; None if the prompt tells of none, or of another one.
     """
     if instructions is None or any(tag in instructions for tag in _INSIDE_OTHER_TAGS):
         return None
-    for explained in _EXPLAINED_CALL.findall(instructions):
-        if re.search(r"""["']name["']\s*:""", explained) and re.search(
-            r"""["']arguments["']\s*:""", explained
-        ):
+    for explained_call in _EXPLAINED_CALL.findall(instructions):
+        if _NAME_KEY.search(explained_call) and _ARGUMENTS_KEY.search(explained_call):
             return HERMES
-    return LLAMA if '{"name": function name, "parameters":' in instructions else None
+    return LLAMA if _LLAMA_CALL in instructions else None
 
 
 class ToolCallParser:
@@ -114,10 +121,11 @@ class ToolCallParser:
     that is in it. White space before a call, and after the last one, is dropped.
 
     Args:
-        max_calls: further calls are dropped; None: none are.
+        form: the format of calls.
+        max_calls: the most calls of an answer; further ones are dropped. None: any number.
         names: the functions that are offered; None: any.
         thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`);
-            None: in none.
+            None: it ended in none.
         has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of
             calls only.
 
@@ -138,123 +146,142 @@ class ToolCallParser:
         self._form = form
         self._between = form.separator + " \t\r\n"
         self._names = names
-        self._held = ""  # text that is or may become a call
+        self._pending = ""  # text that is or may become a call
         self._space = ""  # white space before it
         self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
-        self._thoughts = CLOSING_TAGS if has_thoughts else {}
+        self._closing_tags = CLOSING_TAGS if has_thoughts else {}
         # The tag that ends the current thought; None: there is none.
-        self._thought_end = self._thoughts.get(thought)
+        self._thought_end = self._closing_tags.get(thought)
         self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Process more of the answer; return the newly final text and the newly complete calls."""
-        said = ""
+        final_text = ""
         calls = []
-        self._held += text
+        self._pending += text
         # Else no call can become complete; to read a long one again with every token would take too
         # long.
-        may_end = is_last or (self._form.closing or "}")[-1] in text
-        while self._held:
+        last_character = self._form.closing[-1] if self._form.closing else "}"
+        may_end = is_last or last_character in text
+        while self._pending:
             if self._thought_end is not None:
-                said += self._think()
+                final_text += self._think()
                 if self._thought_end is not None:
                     break
                 continue
-            start, found = self._find()
-            said += self._say(start)
-            if found in self._thoughts:
+            start, tag = self._find()
+            final_text += self._release(start)
+            if tag is None:
+                break
+            if tag in self._closing_tags:
                 self._was_fresh = self._is_fresh
-                self._thought_end = self._thoughts[found]
-                said += self._say(len(found))
+                self._thought_end = self._closing_tags[tag]
+                final_text += self._release(len(tag))
                 continue
-            call, end = self._read(may_end, is_last) if found is not None else (None, 0)
-            if not end:
+            call, length = self._read(may_end, is_last)
+            if length == 0:
                 break
             if call is None:
-                said += self._say(end)
-            else:
-                if self._max_calls is None or self.num_calls < self._max_calls:
-                    calls.append(call)
-                    self.num_calls += 1
-                self._held = self._held[end:]
-                self._space = ""
-                self._is_fresh = True
+                final_text += self._release(length)
+                continue
+            if self._max_calls is None or self.num_calls < self._max_calls:
+                calls.append(call)
+                self.num_calls += 1
+            self._pending = self._pending[length:]
+            self._space = ""
+            self._is_fresh = True
         if is_last:
-            said += self._say(len(self._held))
-            said += "" if self._is_fresh and self.num_calls else self._space
-        return said, calls
+            final_text += self._release(len(self._pending))
+            follows_call = self._is_fresh and self.num_calls > 0
+            if not follows_call:
+                final_text += self._space
+        return final_text, calls
 
     def _find(self) -> tuple[int, str | None]:
-        """Return where in the held text a call or a thought begins or may begin, and the tag that
-        begins it."""
-        if (
-            not self._form.opening
-            and self._is_fresh
-            and self._held.lstrip(self._between)[:1] in ("", "{")
-        ):
-            return 0, ""
-        tags = [tag for tag in (self._form.opening, *self._thoughts) if tag]
-        found = [(self._held.find(tag), tag) for tag in tags if tag in self._held]
-        if found:
-            return min(found)
-        may_begin = max(overlap(self._held, tag) for tag in tags) if tags else 0
-        return len(self._held) - may_begin, None
+        """Return where in the pending text a call or a thought begins, and the tag that begins it.
+
+        The tag is empty if calls have none, and None if a tag only may begin there.
+        """
+        text = self._pending
+        if not self._form.opening and self._is_fresh:
+            first_character = text.lstrip(self._between)[:1]
+            if first_character in ("", "{"):
+                return 0, ""
+        tags = list(self._closing_tags)
+        if self._form.opening:
+            tags.append(self._form.opening)
+        beginnings = [(text.find(tag), tag) for tag in tags if tag in text]
+        if beginnings:
+            return min(beginnings)
+        num_matching = max((overlap(text, tag) for tag in tags), default=0)
+        return len(text) - num_matching, None
 
     def _think(self) -> str:
-        """Take the current thought off the held text, as far as it is certain; return its final
-        part."""
-        end = self._held.find(self._thought_end)
+        """Take the current thought off the pending text, as far as it is certain, and return it."""
+        end = self._pending.find(self._thought_end)
         if end < 0:
-            return self._say(len(self._held) - overlap(self._held, self._thought_end))
-        said = self._say(end + len(self._thought_end))
+            num_matching = overlap(self._pending, self._thought_end)
+            return self._release(len(self._pending) - num_matching)
+        final_text = self._release(end + len(self._thought_end))
         self._thought_end = None
         self._is_fresh = self._was_fresh
-        return said
+        return final_text
 
-    def _say(self, end: int) -> str:
-        """Take text up to ``end`` off the held text; return its final part."""
-        text = self._space + self._held[:end]
-        self._held = self._held[end:]
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        self._is_fresh &= not said
-        return said
+    def _release(self, end: int) -> str:
+        """Take text up to ``end`` off the pending text; return it, up to white space at its end."""
+        text = self._space + self._pending[:end]
+        self._pending = self._pending[end:]
+        final_text = text.rstrip()
+        self._space = text[len(final_text) :]
+        if final_text:
+            self._is_fresh = False
+        return final_text
 
     def _read(self, may_end: bool, is_last: bool) -> tuple[dict[str, Any] | None, int]:
-        """Read the call with which the held text begins.
+        """Read the call with which the pending text begins.
 
         Returns:
             The call and its length; None and the length of text that begins no call; None and 0:
             undecided.
         """
-        held = self._held
+        text = self._pending
         opening = self._form.opening
         closing = self._form.closing
-        no_call = None, len(opening) or len(held)
-        body = held[len(opening) :].lstrip(self._between)
+        undecided = (None, 0)
+        no_call = (None, len(opening) or len(text))
+
+        # The object.
+        body = text[len(opening) :].lstrip(self._between)
         if body[:1] not in ("", "{"):
             return no_call
         if not may_end:
-            return None, 0
+            return undecided
         try:
-            value, length = _decode_json(body)
+            value, num_chars = _decode_json(body)
         except (RecursionError, ValueError):
-            return no_call if is_last else (None, 0)
+            return no_call if is_last else undecided
         try:
             call = self._call(value)
         except (AttributeError, ValueError):
             return no_call
-        end = len(held) - len(body) + length
-        rest = held[end:].lstrip()
-        if not rest.startswith(closing):
-            if not closing.startswith(rest):
-                return no_call
-            return (call, len(held)) if is_last else (None, 0)
-        return call, len(held) - len(rest) + len(closing) if closing else end
+        end = len(text) - len(body) + num_chars
+        if not closing:
+            return call, end
+
+        # The tag behind it.
+        rest = text[end:].lstrip()
+        if rest.startswith(closing):
+            return call, len(text) - len(rest) + len(closing)
+        if not closing.startswith(rest):
+            return no_call
+        return (call, len(text)) if is_last else undecided
 
     def _call(self, value: Any) -> dict[str, Any]:
-        """Return a call as OpenAI's API has it; AttributeError or ValueError if the value is
-        none."""
+        """Return a call as OpenAI's API has it.
+
+        Raises:
+            AttributeError, ValueError: the value is not a call.
+        """
         name = value.get("name")
         arguments = value.get(self._form.key, value.get("arguments"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -265,5 +292,5 @@ class ToolCallParser:
             "name": name,
             "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False),
         }
-        "".join(function.values()).encode()  # which escaped halves of a character cannot be
+        "".join(function.values()).encode()  # ValueError: it has escaped halves of a character
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

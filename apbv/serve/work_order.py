@@ -17,20 +17,20 @@ class WorkOrder:
     """Request to the engine, the same on every host.
 
     Attributes:
-        asked: the fields of :class:`apbv.input.request.Question`; content parts of its messages
-            refer to files by number, ``{"type": "video", "file": 0}``.
+        question_fields: arguments of :func:`build_question`.
         files: paths in the allowed folder, or None for files whose bytes are sent.
         sampling: how the answer's tokens are chosen.
         hands_over: whether the prompt's KV is transferred to another server.
         num_answers: number of answers, with consecutive seeds.
         streams: whether every token is sent at once.
-        stop_strings, stop_token_ids: see :class:`~.text.AnswerText`.
+        stop_strings, stop_token_ids: strings and tokens that end the answer.
         shown_token_ids: special tokens that are part of the text all the same.
         home: the host that decodes the answers, where one does alone.
-        number: the request's number on the connection from its home to host 0; see :mod:`.links`.
+        number: the request's number on the connection from its home to host 0; None: its home is
+            host 0.
     """
 
-    asked: dict[str, Any]
+    question_fields: dict[str, Any]
     files: list[str | None]
     sampling: SamplingParams
     hands_over: bool = False
@@ -42,20 +42,6 @@ class WorkOrder:
     home: int = 0
     number: int | None = None
 
-    def question(self, files: Sequence[Any]) -> Question:
-        """Build the engine's question.
-
-        Args:
-            files: paths on this host, or other stand-ins for the order's files.
-        """
-        messages = []
-        for message in self.asked.get("messages") or ():
-            parts = [
-                _with_file(part, files) if "file" in part else part for part in message["content"]
-            ]
-            messages.append({**message, "content": parts})
-        return Question(**{**self.asked, "messages": messages or None})
-
     def request(
         self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None
     ) -> Request:
@@ -63,11 +49,11 @@ class WorkOrder:
 
         Args:
             hosts: the hosts that answer it.
-            files: as of :meth:`question`.
+            files: paths on this host, or other stand-ins for the order's files.
             prompt: the part of the question that this host has already read.
         """
         return Request(
-            self.question(files),
+            build_question(self.question_fields, files),
             StageTimer(hosts),
             positions="vllm" if self.hands_over else "transformers",
             sampling=self.sampling,
@@ -77,6 +63,24 @@ class WorkOrder:
             prompt=prompt,
             home=self.home if hosts.size > 1 else 0,
         )
+
+
+def build_question(fields: dict[str, Any], files: Sequence[Any]) -> Question:
+    """Build the engine's question.
+
+    Args:
+        fields: of :class:`apbv.input.request.Question`; content parts of its messages refer to
+            files by number, ``{"type": "video", "file": 0}``.
+        files: paths on this host, or other stand-ins for the files.
+    """
+    messages = []
+    for message in fields.get("messages") or ():
+        parts = []
+        for part in message["content"]:
+            parts.append(_with_file(part, files) if "file" in part else part)
+        messages.append({**message, "content": parts})
+    fields = {**fields, "messages": messages or None}
+    return Question(**fields)
 
 
 def _with_file(part: dict[str, Any], files: Sequence[Any]) -> dict[str, Any]:
@@ -94,5 +98,6 @@ def decode_order(data: bytes) -> WorkOrder:
     """Decode what :func:`encode_order` encoded."""
     record = json.loads(data)
     sampling = record["sampling"]
-    sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
-    return WorkOrder(**{**record, "sampling": SamplingParams(**sampling)})
+    sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+    record["sampling"] = SamplingParams(**sampling)
+    return WorkOrder(**record)

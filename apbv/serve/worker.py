@@ -1,19 +1,18 @@
-"""The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through
-them."""
+"""The engine loop on host 0: takes requests from HTTP, and leads all hosts through them."""
 
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ..decode.answer import finish_reason
+from ..generated import GenerateResult
 from ..hosts.exchange import describe_error
-from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
 from .answer_stream import AnswerStream
 from .decode_thread import DecodeThread
-from .executor import Command, Executor, exchange_commands, require_decoding
+from .executor import Command, Executor, OfferedKV, exchange_commands, require_decoding
 from .job import Job
 from .local_prefill import LocalPrefillPool
 from .output import JobOutput, failure_of
@@ -53,7 +52,7 @@ class Worker:
         self._links = executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else DecodeThread(executor.engine)
-        self._alone = LocalPrefillPool(executor.engine, self._decoding)
+        self._local_prefills = LocalPrefillPool(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at = time.monotonic()
         self._is_busy = False
@@ -84,11 +83,12 @@ class Worker:
         """Give new requests places in the queue, all or none of them.
 
         Raises:
-            ApiError: with status 503 if no request can be answered; or as
-                :meth:`.scheduler.Scheduler.admit`.
+            ApiError: with status 503 if no request can be answered, with 429 if the queue is full,
+                with 400 if it is too short for them.
         """
         try:
-            if reason := self.reason_unavailable():
+            reason = self.reason_unavailable()
+            if reason is not None:
                 raise ApiError(503, reason)
             self._scheduler.admit(*jobs)
         except ApiError:
@@ -98,8 +98,10 @@ class Worker:
             raise
 
     def submit(self, job: Job, request: GenerationRequest) -> None:
-        """Read a request and put it into the queue, which may take long; an error becomes its last
-        event."""
+        """Read a request, which may take long, and put it into the queue.
+
+        An error becomes its last event.
+        """
 
         def is_wanted() -> bool:
             return not (job.is_cancelled or self._scheduler.is_stopping)
@@ -110,23 +112,31 @@ class Worker:
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
             self._scheduler.make_ready(job)
+        except ApiError as error:
+            self._end_unread(job, error)
         except Exception as error:
-            if not isinstance(error, ApiError):
-                error = ApiError(500, f"cannot read the request: {error}")
-            if job.is_cancelled:
-                self._scheduler.end(job, None, "cancelled")
-            elif self._scheduler.is_stopping:
-                self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
-            elif error.status == 429:
-                self._scheduler.end(job, error, "rejected")
-            else:
-                self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
+            self._end_unread(job, ApiError(500, f"cannot read the request: {error}"))
+
+    def _end_unread(self, job: Job, error: ApiError) -> None:
+        """End a request that could not be read."""
+        if job.is_cancelled:
+            self._scheduler.end(job, None, "cancelled")
+        elif self._scheduler.is_stopping:
+            self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
+        elif error.status == 429:
+            self._scheduler.end(job, error, "rejected")
+        elif error.status < 500:
+            self._scheduler.end(job, error, "invalid")
+        else:
+            self._scheduler.end(job, error, "failed")
 
     def finish(self, seconds: float) -> None:
         """Reject waiting and new requests, finish the running ones, and shut down all hosts.
 
-        This includes waiting until exported KV has been fetched. After ``seconds``, running
-        requests are aborted.
+        This includes waiting until exported KV has been fetched.
+
+        Args:
+            seconds: until running requests are aborted.
         """
         self._scheduler.stop()
         self._thread.join(seconds)
@@ -141,7 +151,11 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            with self._executor.hosts.on_device(), self._decoding or nullcontext(), self._alone:
+            with ExitStack() as stack:
+                stack.enter_context(self._executor.hosts.on_device())
+                if self._decoding is not None:
+                    stack.enter_context(self._decoding)
+                stack.enter_context(self._local_prefills)
                 threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
                 while self._step():
                     pass
@@ -156,8 +170,10 @@ class Worker:
         job = self._scheduler.take(_IDLE_SECONDS)
         require_decoding(self._executor.hosts, self._decoding)
         has_stopped = job is None and self._scheduler.has_stopped
-        if job is None:
-            self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
+        if has_stopped:
+            self._send_command(Command.LEAVE)
+        elif job is None:
+            self._send_command(Command.WAIT)
         else:
             self._is_busy = True
             self._lead(job)
@@ -174,54 +190,49 @@ class Worker:
             self._on_stop()
 
     def _hand_out(self) -> None:
-        """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not
-        wait for it."""
+        """Give short prompts to their homes, in a thread.
+
+        Whatever all hosts prefill, these do not wait for it.
+        """
         while not self._scheduler.has_stopped and self.failure is None:
             job = self._scheduler.take(_IDLE_SECONDS, is_short=True)
             if job is None:
                 continue
             output = JobOutput(job, self._scheduler)
+            is_sent = job.home != 0
             try:
-                order, files = self._open(job, output, job.home != 0)
-                if job.home:
-                    self._links.send(order, files)
+                file_bytes = _sent_file_bytes(job) if is_sent else []
+                order = self._addressed_order(job, output)
+                if is_sent:
+                    self._links.send(order, file_bytes)
                 else:
-                    self._alone.prefill(order, output, job.read.paths, job.read.prompt)
+                    self._local_prefills.prefill(order, output, job.read.paths, job.read.prompt)
             except Exception as error:
                 output.fail(describe_error(error))
                 output.release()
 
-    def _open(self, job: Job, output: JobOutput, is_sent: bool) -> tuple[WorkOrder, list[bytes]]:
-        """Return a request's order, and the bytes of files that other hosts have to be sent.
-
-        Raises:
-            RuntimeError: a temporary file cannot be read.
-        """
-        order = job.read.order
-        sent = [file.path for file in job.read.media if is_sent and file.relative is None]
-        try:
-            files = [path.read_bytes() for path in sent]
-        except OSError as error:
-            raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
-        if job.home:
-            order = replace(order, home=job.home, number=self._links.add(output))
-        return order, files
+    def _addressed_order(self, job: Job, output: JobOutput) -> WorkOrder:
+        """Return a request's order, with its home and the number by which that names the output."""
+        if job.home in (0, None):
+            return job.read.order
+        return replace(job.read.order, home=job.home, number=self._links.add(output))
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
         hosts = self._executor.hosts
         output = JobOutput(job, self._scheduler)
         try:
-            order, files = self._open(job, output, hosts.num_processes > 1)
+            file_bytes = _sent_file_bytes(job) if hosts.num_processes > 1 else []
         except RuntimeError as error:
             output.fail(describe_error(error))
             output.release()
             return
+        order = self._addressed_order(job, output)
         self._send_command(Command.CARRY_OUT)
         hosts.broadcast_bytes(encode_order(order))
-        for data in files:
+        for data in file_bytes:
             hosts.broadcast_bytes(data)
-        with self._alone.giving_way():
+        with self._local_prefills.giving_way():
             self._carry_out(job, order, output)
 
     def _carry_out(self, job: Job, order: WorkOrder, output: JobOutput) -> None:
@@ -229,33 +240,51 @@ class Worker:
         executor = self._executor
         stream = AnswerStream(output, order, executor.engine.tokenizer.decode)
         try:
-            done = executor.carry_out(
+            result = executor.carry_out(
                 order, job.read.paths, stream.request_for_answer, job.read.prompt
             )
-            if order.hands_over:
-                self._hand_over(job, *done, stream, output)
-            elif self._decoding is None:
-                stream.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
+            if isinstance(result, OfferedKV):
+                self._hand_over(job, result, stream, output)
+            elif isinstance(result, GenerateResult):
+                stream.finish(result.token_ids, result.finish_reason, result.stats["speculation"])
             else:
+                # Its home decodes it, and releases the output.
                 if order.home == 0:
-                    self._decoding.add(output, order, done)
+                    self._decoding.add(output, order, result)
                 return
         except RequestCancelled:
             pass
         except Exception as error:
             if not executor.is_usable:
                 raise
-            output.fail(*failure_of(error))  # all hosts have rejected alike, or this one alone
+            # All hosts have rejected the request alike, or this one alone.
+            failure, is_invalid = failure_of(error)
+            output.fail(failure, is_invalid)
         output.release()
 
     def _hand_over(
-        self, job: Job, token: int, ticket: Ticket, stream: AnswerStream, output: JobOutput
+        self, job: Job, offered: OfferedKV, stream: AnswerStream, output: JobOutput
     ) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
+        ticket = offered.ticket
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
-        job.record.transfer, output.kv_params = ticket.transfer, ticket.to_params()
-        reason = finish_reason(
-            [token], job.read.order.sampling, self._executor.engine.parts.eos_token_ids
-        )
-        if not stream.finish([token], reason):
+        job.record.transfer = ticket.transfer
+        output.kv_params = ticket.to_params()
+        tokens = [offered.first_token]
+        eos_token_ids = self._executor.engine.parts.eos_token_ids
+        reason = finish_reason(tokens, job.read.order.sampling, eos_token_ids)
+        if not stream.finish(tokens, reason):
             self._executor.offers.drop(ticket.transfer)
+
+
+def _sent_file_bytes(job: Job) -> list[bytes]:
+    """Read a request's files that other hosts cannot open themselves.
+
+    Raises:
+        RuntimeError: a temporary file cannot be read.
+    """
+    paths = [file.path for file in job.read.media if file.relative is None]
+    try:
+        return [path.read_bytes() for path in paths]
+    except OSError as error:
+        raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error

@@ -236,7 +236,7 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
     assert batch.stopped_by == signal.SIGTERM and batch.was_stopped
     assert 1 <= len(found) < 40 and all(each["status_code"] == 200 for each in found.values())
     # Those that were read ahead, and one that waited for room.
-    assert len(batch._seen) <= len(found) + 32 + 1
+    assert len(batch._custom_ids) <= len(found) + 32 + 1
     assert "stopped" in summary(batch)
     batch, found = run(lines[: len(found) + 3])
     assert not batch.was_stopped and batch.total == batch.num_answered == 3 < len(found)
