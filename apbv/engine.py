@@ -19,7 +19,7 @@ from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_type
 from .decode.answer import finish_reason
-from .decode.batch import Batch, Member, why_not_together
+from .decode.batch import Batch, Member, model_batching_obstacle
 from .decode.text import AnswerText
 from .generated import GenerateResult
 from .grammar import Grammars
@@ -39,11 +39,11 @@ from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
+from .reporting import warn_caller, warn_renamed
 from .speculate import Autoregressive, Captioner, Drafting
-from .speculate.strategies import why_drafts_alone
-from .speculate.ways import Answered, Begun
+from .speculate.decode_loops import DecodedAnswer, PrefilledRequest
+from .speculate.strategies import draft_batching_obstacle
 from .stats import StageTimer, provenance
-from .warn import warn_caller
 
 # The warm-up request's.
 _WARM_UP_FRAMES = 16
@@ -63,7 +63,7 @@ class _RunningAnswer:
         decode_stage: the request's stage, which lasts until the answer has ended.
     """
 
-    begun: Begun
+    begun: PrefilledRequest
     member: Member | None
     decode_stage: ExitStack
 
@@ -159,8 +159,8 @@ class Engine:
         reader = PromptReader(self.parts, processor, self.num_frames, config)
         self.tokenizer = reader.tokenizer
         self.videos = reader.videos
-        self._way = drafting.way_to_answer(models, self.tokenizer)
-        self.hosts = self._way.hosts
+        self._decode_loop = drafting.decode_loop(models, self.tokenizer)
+        self.hosts = self._decode_loop.hosts
         self.prefills = not drafting.drafts_only
         if self.prefills and self.hosts.num_processes > 1:
             # For which a prompt would wait, when the hosts compare it.
@@ -506,7 +506,7 @@ class Engine:
 
         The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than
         ``max_together`` answers. If there is no memory for it, it waits until an answer has ended.
-        Answers that cannot be batched (:attr:`why_one_by_one`) follow one another.
+        Answers that cannot be batched (:attr:`batching_obstacle`) follow one another.
 
         Args:
             questions: a dict for each, of the arguments of :meth:`generate` up to
@@ -612,7 +612,7 @@ class Engine:
         if answer.failure is not None:
             return AgreedError(answer.failure)
         begun = running.begun
-        answered = self._way.answered(begun, answer.tokens, answer.summary)
+        answered = self._decode_loop.answered(begun, answer.tokens, answer.summary)
         return self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
 
     def _emptiest_home(
@@ -661,7 +661,7 @@ class Engine:
 
         0: all decode one answer together.
         """
-        if self.why_one_by_one is not None:
+        if self.batching_obstacle is not None:
             return 0
         # On the host that decodes.
         caches_kv = self.reuse_config is not None and self.reuse_config.mode == "kv"
@@ -669,19 +669,25 @@ class Engine:
 
     @property
     def why_one_by_one(self) -> str | None:
+        """The former name of :attr:`batching_obstacle`, until the next release."""
+        warn_renamed("Engine.why_one_by_one", "Engine.batching_obstacle")
+        return self.batching_obstacle
+
+    @property
+    def batching_obstacle(self) -> str | None:
         """Why answers cannot be decoded in batches; None if they can."""
         if self.prefill_config.kv == "sharded":
             return "all hosts take part in every token where the KV is sharded"
         if self.speculative_config is not None:
-            obstacle = why_drafts_alone(self.speculative_config)
+            obstacle = draft_batching_obstacle(self.speculative_config)
             if obstacle is not None:
                 return obstacle
-        return why_not_together(self.parts)
+        return model_batching_obstacle(self.parts)
 
     def answer(self, request: Request) -> GenerateResult:
         """Answer a request that was packed by the caller; otherwise as :meth:`generate`."""
         with self._guarded(self._completed(request)) as guarded:
-            read, state, answered = self._way.answer(guarded, self._prefiller)
+            read, state, answered = self._decode_loop.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, read.videos)
 
@@ -689,7 +695,7 @@ class Engine:
         self,
         request: Request,
         state: PrefillResult | None,
-        answered: Answered,
+        answered: DecodedAnswer,
         videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
         """Return the result of a request, collective.
@@ -803,7 +809,7 @@ class Engine:
             if errors:
                 raise errors[0]
 
-    def begin(self, request: Request) -> Begun:
+    def begin(self, request: Request) -> PrefilledRequest:
         """Prefill a request's prompt, and build its draft if there are any, for an answer in a
         batch of its home.
 
@@ -817,7 +823,7 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        begun = self._way.begin(self._completed(request), self._prefiller)
+        begun = self._decode_loop.begin(self._completed(request), self._prefiller)
         self._note_what_the_demo_cannot(begun.read)
         return begun
 
@@ -826,7 +832,7 @@ class Engine:
 
         Run its steps within :meth:`attention`.
         """
-        return self._way.batch()
+        return self._decode_loop.batch()
 
     def attention(self) -> ExitStack:
         """Put apbv's attention in force in the models that decode, until the returned context
@@ -840,7 +846,7 @@ class Engine:
 
     def _in_force(self, change: Callable[[ModelParts], AbstractContextManager]) -> ExitStack:
         with ExitStack() as stack:
-            for parts in self._way.models:
+            for parts in self._decode_loop.models:
                 stack.enter_context(change(parts))
             return stack.pop_all()
 
@@ -893,13 +899,18 @@ class Engine:
         engine = copy(self)
         # Not a subgroup: the heartbeats are those of this host's work for the others.
         engine.hosts = HostGroup.single(self.hosts.device)
-        engine._way = copy(self._way)
-        engine._way.hosts = engine.hosts
+        engine._decode_loop = copy(self._decode_loop)
+        engine._decode_loop.hosts = engine.hosts
         reader = self._prefiller.reader.for_another_thread()
         engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=None)
         return engine
 
     def handing_over(self) -> "Engine":
+        """The former name of :meth:`for_kv_export`, until the next release."""
+        warn_renamed("Engine.handing_over", "Engine.for_kv_export")
+        return self.for_kv_export()
+
+    def for_kv_export(self) -> "Engine":
         """Return an engine with the same model that leaves a prompt's KV on the hosts that computed
         it.
 
@@ -909,8 +920,8 @@ class Engine:
         Raises:
             ValueError: visual tokens are pruned from prompts, which a consumer would read whole.
         """
-        refuse(handing_over="handing_over()", **self.prefill_config.features)
-        refuse(offering="handing_over()", rope_by_length=self.parts.rope_by_length)
+        refuse(handing_over="for_kv_export()", **self.prefill_config.features)
+        refuse(offering="for_kv_export()", rope_by_length=self.parts.rope_by_length)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
         reuse = self._prefiller.reuse
@@ -919,7 +930,7 @@ class Engine:
         engine._prefiller = Prefiller(
             self._prefiller.reader, self.hosts, engine.prefill_config, reuse
         )
-        engine._way = Autoregressive(self.parts, self.hosts)
+        engine._decode_loop = Autoregressive(self.parts, self.hosts)
         return engine
 
 

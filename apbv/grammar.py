@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device_copy import to_device
 from .grammar_checks import GrammarChecks
+from .reporting import raised_as
 from .schemas import prepared
-from .transfer import to_device
 from .versions import how_to_install
-from .warn import raised_as
 
 # JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -135,7 +135,7 @@ class ContextLayout:
         return self.early if 4 * layer < num_layers else self
 
     @property
-    def passes_all(self) -> bool:
+    def passing_is_complete(self) -> bool:
         """Whether blocks pass on everything, which is full attention unless the anchor is a copy.
 
         l_p is at least a block then, and the anchor no copy.

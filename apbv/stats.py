@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .hosts import HostGroup, Moment
-from .warn import raised_as
+from .reporting import raised_as
 
 # Every stage of a request, in the order in which they first begin.
 STAGES = (

@@ -38,9 +38,9 @@ from apbv.input.request import Question, Request
 from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.reporting import report_error
 from apbv.stats import StageTimer
 from apbv.versions import CACHE_ARGUMENT
-from apbv.warn import report_error
 
 from support.arguments import parser_of
 from support.processes import synchronize

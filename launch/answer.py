@@ -18,8 +18,8 @@ from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import given, load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
+from apbv.reporting import raised_as
 from apbv.stats import append_json_lines
-from apbv.warn import raised_as
 
 _SHOWN_OVERLAP_MS = 0.1
 _MIB = 2**20

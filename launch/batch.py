@@ -32,7 +32,7 @@ from apbv.launch.serve import (
     request_settings,
     reuse_config,
 )
-from apbv.warn import report_error
+from apbv.reporting import report_error
 
 if TYPE_CHECKING:
     from apbv import HostGroup

@@ -31,7 +31,7 @@ from apbv.config import (
     SpeculativeConfig,
     VideoConfig,
 )
-from apbv.warn import raised_as, report_error
+from apbv.reporting import raised_as, report_error
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from apbv import ReduceConfig
-from apbv.decode.batch import why_not_together
+from apbv.decode.batch import model_batching_obstacle
 from apbv.model.parts import TEXT_FAMILIES, VISION_FAMILIES, hybrid_family, inspect_model
 from apbv.model.tensor_parallel import require_divisible
 from apbv.prefilling.reduction.pruning import require_usable
@@ -47,7 +47,7 @@ COLUMNS = {
     "exact methods": (("zigzag_ring", "ulysses"), None),
     "drafts": (("drafts",), _refused_for_hybrids("drafting")),
     "visual-token pruning": (("reduction",), _reduces("fastvid")),
-    "batches": (("batches",), lambda model: why_not_together(inspect_model(model))),
+    "batches": (("batches",), lambda model: model_batching_obstacle(inspect_model(model))),
     "KV on disk": (("KV on disk",), None),
     "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),
     "tensor parallelism": (

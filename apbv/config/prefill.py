@@ -1,5 +1,6 @@
 """Settings for video reading, prefill, sparse attention and visual-token pruning."""
 
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,6 +128,13 @@ class ReduceConfig(Checked, name="reduce "):
 
     @property
     def leaves_all(self) -> bool:
+        """The former name of :attr:`keeps_all`, until the next release."""
+        message = "ReduceConfig.leaves_all is now ReduceConfig.keeps_all"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.keeps_all
+
+    @property
+    def keeps_all(self) -> bool:
         """Whether nothing is pruned, so that the prompt is prefilled as without a reduction."""
         return self.ratio == 1
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
+from ..device_copy import fetch, to_device
 from ..grammar import Grammar
 from ..hosts import AgreedError
 from ..logprobs import TokenLogprobs, log_probabilities
-from ..transfer import fetch, to_device
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..device_copy import side_stream, to_device
 from ..hosts.exchange import describe_error
 from ..input.request import Request
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
-from ..transfer import side_stream, to_device
 from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
@@ -121,13 +121,13 @@ class Batch:
         parts: the model.
 
     Raises:
-        ValueError: answers of this model cannot be batched; see :func:`why_not_together`.
+        ValueError: answers of this model cannot be batched; see :func:`model_batching_obstacle`.
     """
 
     _member: ClassVar[type[Member]] = Member
 
     def __init__(self, parts: ModelParts):
-        if obstacle := why_not_together(parts):
+        if obstacle := model_batching_obstacle(parts):
             raise ValueError(f"cannot batch answers: {obstacle}")
         self._parts = parts
         self._runner = BatchRunner(parts)
@@ -382,7 +382,7 @@ def _start_reading(choice: Choice) -> TokenReader:
     return read_tokens
 
 
-def why_not_together(parts: ModelParts) -> str | None:
+def model_batching_obstacle(parts: ModelParts) -> str | None:
     """Return why answers of a model cannot be decoded in one batch, or None if they can."""
     if parts.tensor_parallel[1] > 1:
         return "a host's processes have a share of the model each, and take every step together"

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..device_copy import fill, to_device
 from ..kernels import BufferTable, SequenceBuffers
 from ..kernels.backends import choose
 from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
-from ..transfer import fill, to_device
 from .graphs import RecordedSteps, Step, may_record
 from .runner import forward
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device_copy import fill, side_stream
 from ..hosts import HostGroup
 from ..kernels.backends import choose
 from ..model.parts import ModelParts
-from ..transfer import fill, side_stream
-from ..warn import warn_caller
+from ..reporting import warn_caller
 
 
 class CaptureError(Exception):
@@ -182,13 +182,13 @@ def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
     """Return whether steps are captured as graphs; warn if this is requested but not possible."""
     if parts.decode.cuda_graphs == "off" or parts.device.type != "cuda":
         return False
-    obstacle = why_not_captured(parts, hosts)
+    obstacle = capture_obstacle(parts, hosts)
     if obstacle is not None:
         warn_caller(f"decoding without CUDA graphs: {obstacle}")
     return obstacle is None
 
 
-def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
+def capture_obstacle(parts: ModelParts, hosts: HostGroup | None) -> str | None:
     """Return why a model's steps cannot be captured on its GPU, or None if they can."""
     if hosts is not None:
         return "the KV is sharded, and hosts exchange results in every layer"

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..device_copy import fill, to_device
 from ..hosts import HostGroup
 from ..kv.cache import keep_of_last, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
-from ..transfer import fill, to_device
 from ..versions import CACHE_ARGUMENT
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
-from ..transfer import fetch, to_device
+from ..device_copy import fetch, to_device
 
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
         It returns the tokens, and for each whether its row has one.
 
         Args:
-            wait: as of :func:`apbv.transfer.fetch`.
+            wait: as of :func:`apbv.device_copy.fetch`.
         """
         return fetch(torch.stack([self.tokens, self.are_finite.long()]), wait)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..warn import report_error, warn_caller
+from ..reporting import report_error, warn_caller
 from .agreement import Agreement, StageReport, describe_difference
 from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..warn import raised_as
+from ..reporting import raised_as
 from .files import FileIdentity, Source
 from .sizes import PixelLimits
 from .visual import PromptError

@@ -20,9 +20,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ..allocator import return_freed_memory
 from ..config import VideoConfig
+from ..device_copy import side_stream
 from ..layout import intersect
 from ..stats import StageTimer
-from ..transfer import side_stream
 from .images import Picture
 from .sizes import resized
 from .skeleton import SampledVideo, process

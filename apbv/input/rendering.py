@@ -23,7 +23,7 @@ from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
-from ..warn import raised_as
+from ..reporting import raised_as
 from .content import (
     OTHER_FILE_OPTIONS,
     VIDEO_OPTIONS,

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..device_copy import to_device
 from ..hosts import Exchange, HostGroup
 from ..layout import ContextLayout, intersect
-from ..transfer import to_device
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from
 # copying the cache.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hosts import HostGroup
-from ..warn import raised_as
+from ..reporting import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket

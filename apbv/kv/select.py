@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..device_copy import numbers_in
 from ..hosts import HostGroup
-from ..transfer import numbers_in
 from .cache import ShardedCache
 
 

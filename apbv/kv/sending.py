@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device_copy import side_stream
 from ..layout import intersect
-from ..transfer import side_stream
 from .facts import Run, StorageError, rows_of
 from .wire import Address, sever
 

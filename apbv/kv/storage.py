@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..layout import intersect
-from ..warn import raised_as
+from ..reporting import raised_as
 from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_json, length, rows_of
 
 FORMAT_VERSION = 4

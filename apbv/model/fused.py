@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ..kernels.backends import choose, drawn_numbers, implementation, mistake_of
-from ..warn import warn_caller
+from ..reporting import warn_caller
 
 _ROTARY = "apply_rotary_pos_emb"
 

@@ -22,7 +22,7 @@ from .. import demo
 from ..config import DTYPE_NAMES, SamplingParams
 from ..hosts import HostGroup
 from ..refusals import refuse
-from ..warn import raised_as, warn_caller
+from ..reporting import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights
 from .parts import OMNI_THINKER, VISION_FAMILIES, count_as_the_model, require_supported

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import DecodeConfig
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
+from ..reporting import warn_caller
 from ..versions import release, untried
-from ..warn import warn_caller
 from .digest import SAMPLED_PROJECTIONS, sample_digest, weights_digest
 from .fused import with_fused_kernels
 from .linear_attention import is_linear, with_linear_attention

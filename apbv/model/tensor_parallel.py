@@ -53,8 +53,9 @@ def load_sharded(
     hosts: HostGroup,
     adapter: str | Path | None = None,
 ) -> PreTrainedModel:
-    """Load this process's share of a model, and no more, from the checkpoint; collective within a
-    host.
+    """Load this process's share of a model, and no more, from the checkpoint.
+
+    Collective within a host.
 
     Call :func:`require_shardable` before, which needs no other process: an error here leaves the
     group broken.

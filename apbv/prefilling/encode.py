@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from ..device_copy import to_device
 from ..hosts import HostGroup
 from ..input.audio import AudioInput
 from ..input.pixels import PixelChunk
@@ -21,7 +22,6 @@ from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
-from ..transfer import to_device
 from .cancelling import Stop, require_going_on
 
 # The default chunk size: at most 5,000 or so of a Qwen tower's patches, which keep a GPU busy, and

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..device_copy import numbers_in, to_device
 from ..hosts import Exchange, HostError, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
@@ -25,18 +26,17 @@ from ..input.visual import VisualInput
 from ..layout import ContextLayout
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from ..transfer import numbers_in, to_device
 from .cancelling import RequestCancelled, Stop
 from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
-from .moving import start_moving
+from .row_exchange import start_moving
 
 # Rounds by which a host with cheaper frames may run ahead of the slowest.
 _MOST_ROUNDS_UNDER_WAY = 4
 
 
 @dataclass
-class LocalVisual:
+class PlaceholderRows:
     """Rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
@@ -106,7 +106,7 @@ def encode_and_exchange(
     timer: StageTimer,
     chunk_bytes: int | None = None,
     stop: Stop | None = None,
-) -> LocalVisual:
+) -> PlaceholderRows:
     """Encode the prompt's frames and audio, and return the rows of local tokens; collective.
 
     With frame parallelism this host encodes its share, and sends every host the rows of its local
@@ -124,7 +124,7 @@ def encode_and_exchange(
         RequestCancelled: ``stop`` was true.
         HostError: another host failed.
     """
-    rows = LocalVisual()
+    rows = PlaceholderRows()
     tokens = inputs.input_ids[0]
     audio = inputs.audio
     visual = inputs.visual

@@ -18,11 +18,11 @@ from ..model.linear_attention import LinearStates
 from ..model.parts import DecoderSizes, ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
+from ..reporting import warn_caller
 from ..stats import StageTimer, reset_peak_memory
-from ..warn import warn_caller
 from .cancelling import Stop
 from .encode import VisualRows, tower_rows
-from .exchange import LocalVisual, encode_and_exchange
+from .exchange import PlaceholderRows, encode_and_exchange
 from .language_model import run_language_model
 from .linear_attention import share_states
 from .memory import Room, host_memory
@@ -47,8 +47,9 @@ def prefill(
     stop: Stop | None = None,
     home: int = 0,
 ) -> PrefillResult:
-    """Prefill one prompt over all hosts; called on every host with the same prompt, model and
-    config.
+    """Prefill one prompt over all hosts.
+
+    Called on every host with the same prompt, model and config.
 
     Args:
         model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the
@@ -82,7 +83,7 @@ def prefill(
     hosts = hosts or HostGroup.from_env()
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
-    reduce = None if config.reduce is None or config.reduce.leaves_all else config.reduce
+    reduce = None if config.reduce is None or config.reduce.keeps_all else config.reduce
     reduction = None
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
@@ -243,7 +244,7 @@ def _plan(
 def _forward(
     parts: ModelParts,
     inputs: ModelInputs,
-    visual: LocalVisual,
+    visual: PlaceholderRows,
     method: PrefillMethod,
     watcher: Watcher | None,
     stop: Stop | None,

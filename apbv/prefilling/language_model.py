@@ -6,15 +6,15 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import NewTokenAttention
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
-from ..transfer import to_device
 from ..versions import CACHE_ARGUMENT
 from .cancelling import Stop, asking_before_each, require_going_on
-from .exchange import LocalVisual
+from .exchange import PlaceholderRows
 from .linear_attention import SplitLinearAttention
 from .watching import SplitPrompt, Watcher, shown_to
 
@@ -23,7 +23,7 @@ def run_language_model(
     prompt: SplitPrompt,
     parts: ModelParts,
     inputs: ModelInputs,
-    visual: LocalVisual,
+    visual: PlaceholderRows,
     cache: ShardedCache,
     stop: Stop | None,
     watcher: Watcher | None = None,

@@ -39,8 +39,10 @@ _STAGES = tuple(_NEEDED_FOR)
 
 
 class NotEnoughMemoryError(ValueError):
-    """Raised if a prompt does not fit in a host's memory; the message says what needs it and how to
-    reduce it."""
+    """Raised if a prompt does not fit in a host's memory.
+
+    The message says what needs it and how to reduce it.
+    """
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from ..decode.answer import Answer
 from ..decode.runner import Decoder
+from ..device_copy import to_device
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
@@ -28,7 +29,6 @@ from ..model.digest import config_digest
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..stats import StageTimer
-from ..transfer import to_device
 from ..versions import CACHE_ARGUMENT
 from .reduction.choosing import Reduction
 

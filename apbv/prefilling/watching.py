@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device_copy import numbers_in, to_device
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.attention import LayerAttention
-from ..transfer import numbers_in, to_device
 from .methods import PrefillMethod
 
 

@@ -44,8 +44,10 @@ class AnswerStream:
         return replace(request, sampling=sampling, stop=self.stop, logprobs=self._logprobs)
 
     def stop(self, tokens: Sequence[int]) -> bool:
-        """Send the output what is new of all tokens so far; return whether the answer must end
-        here."""
+        """Send the output what is new of all tokens so far.
+
+        Return whether the answer must end here.
+        """
         if tokens and not self._output.is_cancelled:
             text = self._text.update(tokens) if self._reads_along else ""
             # Streams also get tokens without text.
@@ -59,8 +61,9 @@ class AnswerStream:
     def finish(
         self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None
     ) -> bool:
-        """End the answer, and with the last one the request; False if that is known to have ended
-        before.
+        """End the answer, and with the last one the request.
+
+        False if that is known to have ended before.
 
         Args:
             tokens: all tokens.

@@ -14,7 +14,7 @@ from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..hosts.exchange import describe_error
 from ..prefilling.cancelling import RequestCancelled
-from ..speculate.ways import Begun
+from ..speculate.decode_loops import PrefilledRequest
 from .answer_stream import AnswerStream
 from .links import Output
 from .output import failure_of
@@ -45,7 +45,7 @@ class DecodeThread:
         self._on_step = on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Output, WorkOrder, Begun | Exception]] = deque()
+        self._arrivals: deque[tuple[Output, WorkOrder, PrefilledRequest | Exception]] = deque()
         self._members: dict[Member, tuple[Output, AnswerStream]] = {}  # the youngest last
         self._changed = threading.Condition()
         self._is_closing = False
@@ -66,9 +66,10 @@ class DecodeThread:
         self._thread.join()
         self._attention.close()
 
-    def add(self, output: Output, order: WorkOrder, begun: Begun | Exception) -> None:
-        """Add the answers of a prefilled request; from then on this thread ends it, and releases
-        its KV.
+    def add(self, output: Output, order: WorkOrder, begun: PrefilledRequest | Exception) -> None:
+        """Add the answers of a prefilled request.
+
+        From then on this thread ends it, and releases its KV.
 
         Args:
             begun: the request, with its KV on this host; or the error that the prefill ended with.
@@ -103,10 +104,12 @@ class DecodeThread:
         return True
 
     def _join(
-        self, batch: Batch, output: Output, order: WorkOrder, begun: Begun | Exception
+        self, batch: Batch, output: Output, order: WorkOrder, begun: PrefilledRequest | Exception
     ) -> None:
-        """Add a request's answers to the batch, the first with its draft; it fails alone if its KV
-        cannot grow."""
+        """Add a request's answers to the batch, the first with its draft.
+
+        It fails alone if its KV cannot grow.
+        """
         try:
             if isinstance(begun, Exception):
                 raise begun
@@ -149,7 +152,9 @@ class DecodeThread:
         self._release(output)
 
     def _release(self, output: Output) -> None:
-        """Count a request's KV as free if no answer of it is left; a failed one's leave with the
-        next step."""
+        """Count a request's KV as free if no answer of it is left.
+
+        A failed one's leave with the next step.
+        """
         if all(output is not other for other, _ in self._members.values()):
             output.release()

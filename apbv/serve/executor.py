@@ -17,7 +17,7 @@ from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
-from ..speculate.ways import Begun
+from ..speculate.decode_loops import PrefilledRequest
 from .decode_thread import DecodeThread
 from .links import Link, Links, RemoteOutput
 from .local_prefill import LocalPrefillPool
@@ -50,7 +50,7 @@ class OfferedKV:
 
 
 # An answer; or a prefilled request, which its home decodes; or KV that waits for another server.
-OrderResult = GenerateResult | Begun | OfferedKV
+OrderResult = GenerateResult | PrefilledRequest | OfferedKV
 
 
 def _without_callbacks(request: Request) -> Request:
@@ -102,7 +102,7 @@ class Executor:
                 paths = stack.enter_context(files)
             request = add_callbacks(order.request(engine.hosts, paths, prompt))
             if not order.hands_over:
-                return engine.answer(request) if engine.why_one_by_one else engine.begin(request)
+                return engine.answer(request) if engine.batching_obstacle else engine.begin(request)
             if not engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
@@ -125,7 +125,7 @@ class Executor:
 
     @cached_property
     def _handing_over(self) -> Engine:
-        return self.engine.handing_over()
+        return self.engine.for_kv_export()
 
     def _first_token(self, request: Request, state: PrefillResult) -> int:
         """Choose the first token of an answer on the leader, and broadcast it.
@@ -247,7 +247,7 @@ class _Follower:
                 raise
             self._failures.append((order, error.with_traceback(None)))
             return
-        if isinstance(result, Begun) and order.home == hosts.rank:
+        if isinstance(result, PrefilledRequest) and order.home == hosts.rank:
             self._decoding.add(RemoteOutput(executor.link, order.number), order, result)
 
     def report_failures(self) -> None:

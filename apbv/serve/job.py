@@ -42,7 +42,8 @@ class RequestRecord:
             ``rejected`` because of a full queue or a stopping server, ``invalid``, or ``failed``.
         prompt_tokens: tokens that were prefilled.
         completion_tokens: tokens of the answer so far.
-        speculation: the metrics of the draft (``apbv.speculate.Answered``); None: there was none.
+        speculation: the metrics of the draft (``apbv.speculate.DecodedAnswer``); None: there was
+            none.
         transfer: id of its KV transfer to a decode instance; None: there was none.
     """
 

@@ -87,8 +87,10 @@ class Links:
         return number
 
     def send(self, order: WorkOrder, files: Sequence[bytes]) -> None:
-        """Have an order's home prefill its prompt alone; where the connection has ended,
-        :attr:`failure` tells."""
+        """Have an order's home prefill its prompt alone.
+
+        Where the connection has ended, :attr:`failure` tells.
+        """
         sock, lock = self._hosts[order.home]
         file_sizes = [len(data) for data in files]
         with suppress(OSError), lock:

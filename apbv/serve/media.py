@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
-from ..warn import raised_as
+from ..reporting import raised_as
 from .settings import ServerSettings
 
 _MAX_REDIRECTS = 3

@@ -34,8 +34,10 @@ class Replies:
         self._num_chars = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
-        """Wait for a job's last event, and return the reply; raises ApiError if that is an
-        error."""
+        """Wait for a job's last event, and return the reply.
+
+        Raises ApiError if that is an error.
+        """
         pieces = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}
         event = first
         while isinstance(event, Piece):

@@ -174,8 +174,9 @@ class Scheduler:
             self.changed.notify_all()
 
     def take(self, seconds: float, is_short: bool = False) -> Job | None:
-        """Wait for the first prompt of a kind to fit, and let it run; None if that takes longer
-        than ``seconds``.
+        """Wait for the first prompt of a kind to fit, and let it run.
+
+        None if that takes longer than ``seconds``.
 
         Also None as soon as everything has stopped.
 
@@ -234,8 +235,9 @@ class Scheduler:
         self.metrics.observe_transfer(how, num_bytes, 0.0 if began is None else now - began)
 
     def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> bool:
-        """Send a request's last event, count the request, and delete its files; a second call
-        changes nothing.
+        """Send a request's last event, count the request, and delete its files.
+
+        A second call changes nothing.
 
         Returns:
             Whether the request had not ended.
@@ -264,8 +266,10 @@ class Scheduler:
         return True
 
     def stop(self) -> None:
-        """Reject further requests, and those that wait; what runs goes on, and KV waits to be
-        fetched."""
+        """Reject further requests, and those that wait.
+
+        What runs goes on, and KV waits to be fetched.
+        """
         with self.changed:
             self.is_stopping = True
             waiting = self._ready
@@ -302,8 +306,10 @@ class Scheduler:
             self.end(job, ApiError(503, reason), outcome)
 
     def _first(self, is_short: bool) -> tuple[Job, int] | None:
-        """Return the first of a kind in the queue and its home; None if it, or one before it, fits
-        nowhere yet."""
+        """Return the first of a kind in the queue and its home.
+
+        None if it, or one before it, fits nowhere yet.
+        """
         for job in self._ready:
             home = self._home_of(job)
             if home is None:

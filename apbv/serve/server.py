@@ -20,9 +20,9 @@ from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
 from ..model.parts import DecoderSizes
+from ..reporting import raised_as
 from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
-from ..warn import raised_as
 from .app import build_app
 from .connections import (
     ACCEPTED_AT_ONCE,
@@ -222,7 +222,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         token_bytes=token_bytes,
         spare_tokens=GROWTH_ROWS,
         max_running=settings.max_running,
-        max_answers=1 if engine.why_one_by_one else None,
+        max_answers=1 if engine.batching_obstacle else None,
         split_tokens=settings.min_host_tokens * engine.hosts.size if engine.can_work_alone else 0,
     )
 
@@ -262,8 +262,8 @@ class _Server(uvicorn.Server):
             f"serving {settings.model} on {num_hosts} host(s): http://{url_host}:{port}/v1\n"
             f"SIGTERM to process {os.getpid()} finishes running requests and stops all hosts"
         )
-        if worker.why_one_by_one:
-            self._greeting += f"\none answer at a time: {worker.why_one_by_one}"
+        if worker.batching_obstacle:
+            self._greeting += f"\none answer at a time: {worker.batching_obstacle}"
         self._ending: threading.Thread | None = None
         self._ending_since = 0.0
 

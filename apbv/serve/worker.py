@@ -41,7 +41,7 @@ class Worker:
 
     Attributes:
         reader: reads the requests.
-        why_one_by_one: why answers are not batched; None if they are.
+        batching_obstacle: why answers are not batched; None if they are.
         failure: the error that ended the thread prematurely.
     """
 
@@ -50,8 +50,8 @@ class Worker:
         self.reader = reader
         self._scheduler = scheduler
         self._links = executor.link
-        self.why_one_by_one = executor.engine.why_one_by_one
-        self._decoding = None if self.why_one_by_one else DecodeThread(executor.engine)
+        self.batching_obstacle = executor.engine.batching_obstacle
+        self._decoding = None if self.batching_obstacle else DecodeThread(executor.engine)
         self._local_prefills = LocalPrefillPool(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at = time.monotonic()

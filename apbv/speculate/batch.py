@@ -21,13 +21,13 @@ from ..decode.answer import NO_TOKEN, Answer
 from ..decode.batch import Batch, Member, PrefilledPrompt, TokenReader
 from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
+from ..device_copy import fetch, to_device
 from ..input.request import Request
 from ..model.parts import ModelParts
-from ..transfer import fetch, to_device
 from .draft import Draft
 from .drafters import ModelDrafter
 from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats
-from .strategies import why_drafts_alone
+from .strategies import draft_batching_obstacle
 from .tree import Tree
 from .verify import decide_window
 
@@ -173,7 +173,7 @@ class SpeculativeBatch(Batch):
 
     Raises:
         ValueError: answers cannot be batched, or not with these drafts: see
-            :func:`.strategies.why_drafts_alone`.
+            :func:`.strategies.draft_batching_obstacle`.
     """
 
     _member = DraftingMember
@@ -181,7 +181,7 @@ class SpeculativeBatch(Batch):
 
     def __init__(self, parts: ModelParts, config: SpeculativeConfig):
         super().__init__(parts)
-        if obstacle := why_drafts_alone(config):
+        if obstacle := draft_batching_obstacle(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
         self._config = config
         self._pace_of_size: dict[int, Pace] = {}
@@ -355,8 +355,10 @@ class SpeculativeBatch(Batch):
 
 
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
-    """Draft chains with the model, without synchronization; answers leave the passes by their
-    windows."""
+    """Draft chains with the model, without synchronization.
+
+    Answers leave the passes by their windows.
+    """
     # The longest windows first: those that still draft are then the first rows of every pass.
     members = sorted(windows, key=windows.get, reverse=True)
     levels = _draft_levels(runner, members, windows)
@@ -408,8 +410,10 @@ def _draft_levels(
 
 
 def _run_missing(runner: BatchRunner, members: list[DraftingMember]) -> Tensor:
-    """Run the draft on the tokens of every answer that it has no KV of; return the logits after the
-    last of each, ``[R, Vq]``."""
+    """Run the draft on the tokens of every answer that it has no KV of.
+
+    Return the logits after the last of each, ``[R, Vq]``.
+    """
     parts = members[0].draft.drafter.parts
     kvs = [member.draft_kv for member in members]
     ids = []

@@ -14,15 +14,15 @@ from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
+from .decode_loops import AnsweredRequest, DecodedAnswer
 from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
 from .strategies import STRATEGIES, keep_policy, make_watcher
-from .ways import Answered, Outcome
 
 
-class BesideDraft:
+class ParallelSpeculation:
     """Answers on the target's hosts, while the draft runs on another host.
 
     Args:
@@ -35,7 +35,7 @@ class BesideDraft:
         self._pair = pair
         self.hosts = pair.hosts
 
-    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+    def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
         drawn = not request.sampling.is_greedy
         with self._pair.beginning(
             self._config, self._target.vocab_size, drawn, request.shared_with_draft
@@ -60,7 +60,9 @@ class BesideDraft:
                 raise
             return read, state, answered
 
-    def _decode(self, request: Request, watcher: Watcher | None, state: PrefillResult) -> Answered:
+    def _decode(
+        self, request: Request, watcher: Watcher | None, state: PrefillResult
+    ) -> DecodedAnswer:
         config = self._config
         pair = self._pair
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
@@ -70,7 +72,7 @@ class BesideDraft:
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}
-        return Answered(tokens, figures)
+        return DecodedAnswer(tokens, figures)
 
 
 class DraftHost:
@@ -86,7 +88,7 @@ class DraftHost:
         self._pair = pair
         self.hosts = pair.hosts
 
-    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+    def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
         request = replace(request, stop=None)  # this host receives the answer's end
         drawn = not request.sampling.is_greedy
         with self._pair.beginning(
@@ -107,7 +109,11 @@ class DraftHost:
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)
-        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
+        return (
+            read,
+            None,
+            DecodedAnswer(tokens, {"role": "draft", "num_drafted": report.num_drafted}),
+        )
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
         """Read the prompt and draft while the target prefills.

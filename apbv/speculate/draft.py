@@ -9,16 +9,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
+from ..device_copy import numbers_in, to_device
 from ..hosts import Exchange, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
-from ..prefilling.exchange import LocalVisual
-from ..prefilling.moving import move_rows
+from ..prefilling.exchange import PlaceholderRows
 from ..prefilling.result import PrefillResult
-from ..transfer import numbers_in, to_device
+from ..prefilling.row_exchange import move_rows
 from ..versions import CACHE_ARGUMENT
 from .drafters import Drafter, ModelDrafter
 
@@ -54,7 +54,7 @@ def prefill_draft(
     visual = is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
 
-    merged = LocalVisual()
+    merged = PlaceholderRows()
     if len(kept_visual):
         visual_rows = _send_home(rows, inputs.visual, kept_visual, hosts, home)
         merged.streams = list(visual_rows.split(parts.hidden_size, dim=-1))
@@ -90,7 +90,10 @@ def _send_home(
 
 @torch.no_grad()
 def run_prompt(
-    parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
+    parts: ModelParts,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    merged: PlaceholderRows | None = None,
 ) -> DynamicCache:
     """Run a model over a prompt ``[1, n]``, and return its KV.
 
@@ -98,7 +101,7 @@ def run_prompt(
         merged: the rows in place of visual and audio tokens; None for a text.
     """
     if merged is None:
-        merged = LocalVisual()
+        merged = PlaceholderRows()
     embeds, extra = merged.merge_into(parts, input_ids)
     cache = DynamicCache()
     with parts.rotary_of_prompt(int(position_ids.max()) + 1):

@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
+from ..device_copy import to_device
 from ..kv.cache import appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
-from ..transfer import to_device
 from .tree import Tree
 
 # Returns the target's KV of a number of last tokens; see Decoder.newest_kv.

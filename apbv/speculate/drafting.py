@@ -22,7 +22,8 @@ from ..model.loading import load_model, require_loadable
 from ..model.parts import ModelParts, hybrid_family, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
 from ..refusals import refuse
-from .beside import BesideDraft, DraftHost
+from .beside import DraftHost, ParallelSpeculation
+from .decode_loops import Autoregressive, Captioner, SequentialSpeculation
 from .link import Pair
 from .strategies import (
     STRATEGIES,
@@ -32,7 +33,6 @@ from .strategies import (
     require_consistent,
     require_same_tokens,
 )
-from .ways import Autoregressive, Captioner, TakingTurns
 
 
 class Models(NamedTuple):
@@ -177,9 +177,9 @@ class Drafting:
                 raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
             require_whole_frames(inputs, f"keep={keep!r}")
 
-    def way_to_answer(
+    def decode_loop(
         self, models: Models, tokenizer
-    ) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
+    ) -> Autoregressive | SequentialSpeculation | ParallelSpeculation | DraftHost:
         """Return this host's decoding loop; collective."""
         config = self._config
         hosts = self._hosts
@@ -188,12 +188,14 @@ class Drafting:
         if not config.draft_host:
             tokenize = partial(tokenizer.encode, add_special_tokens=False)
             draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
-            return TakingTurns(models.target, draft, hosts, config, tokenize, self._captioner)
+            return SequentialSpeculation(
+                models.target, draft, hosts, config, tokenize, self._captioner
+            )
         pair = Pair.of(hosts, config)
         if pair.is_draft:
             way = DraftHost(models.draft, config, pair)
         else:
-            way = BesideDraft(models.target, config, pair)
+            way = ParallelSpeculation(models.target, config, pair)
         hosts.require_same(
             "the kind of prompts that the model reads", reads(models.reading).encode()
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualItem
 from ..model.attention import apbv_attention
@@ -20,7 +21,6 @@ from ..model.parts import ModelParts
 from ..prefilling.encode import encode_pooled
 from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
-from ..transfer import to_device
 from ..versions import CACHE_ARGUMENT
 from .draft import DraftTask, prefill_draft, run_prompt
 from .drafters import ModelDrafter

@@ -36,8 +36,10 @@ def keep_spaced_frames(video: SharedVideo, count: int) -> KeptRows:
 
 
 def keep_frames_at_transitions(video: SharedVideo, count: int) -> KeptRows:
-    """Keep the first frame and those least like the one before, at most ``count`` tokens;
-    collective."""
+    """Keep the first frame and those least like the one before, at most ``count`` tokens.
+
+    Collective.
+    """
     means = functional.normalize(video.gather(video.embeddings.float().mean(dim=1)), dim=-1)
     num_kept = count // video.frame_size
     if num_kept == 0:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import SpeculativeConfig
 from ..hosts import Exchange, HostError, HostGroup
-from ..warn import warn_caller
+from ..reporting import warn_caller
 from .drafters import Proposal
 
 T = TypeVar("T")
@@ -324,8 +324,9 @@ class Pair:
         drawn: bool,
         settings: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Begin a request, which the body reads; then the two sides exchange whether they take
-        part.
+        """Begin a request, which the body reads.
+
+        Then the two sides exchange whether they take part.
 
         The draft then waits for the target's answer; the target reads the draft's when it needs the
         draft.

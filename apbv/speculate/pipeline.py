@@ -157,8 +157,10 @@ class _Target:
         return RoundPlan(new, self._pending.tokens, has_ended)
 
     def _obstacle(self) -> str | None:
-        """Return why the target should continue without the draft; None: it should not, or does so
-        already."""
+        """Return why the target should continue without the draft.
+
+        None: it should not, or does so already.
+        """
         if self._stats.switched_off or self._pair.link is None:
             return None
         if self._answer.sampling.is_constrained:
@@ -168,8 +170,10 @@ class _Target:
         return None
 
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:
-        """Return a round's new tokens, and its verdict's code; after GO_ON the current window has
-        more tokens."""
+        """Return a round's new tokens, and its verdict's code.
+
+        After GO_ON the current window has more tokens.
+        """
         index = self._answer.next_index
         sampling = self._answer.sampling
         stats = self._stats

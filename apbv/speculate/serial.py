@@ -175,8 +175,10 @@ def _decide(
 def _draft(
     drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
-    """Draft on host 0, at most the given tree; return it on every host, or None if the draft is
-    switched off."""
+    """Draft on host 0, at most the given tree.
+
+    Return it on every host, or None if the draft is switched off.
+    """
     hosts = answer.decoder.hosts
     most = limit.num_drafted
     proposal = None

@@ -119,7 +119,7 @@ def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree
     return Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
 
-def why_drafts_alone(config: SpeculativeConfig) -> str | None:
+def draft_batching_obstacle(config: SpeculativeConfig) -> str | None:
     """Return why answers with these drafts cannot be decoded in one batch, or None if they can."""
     if config.draft_host:
         return "a draft host drafts for one answer"

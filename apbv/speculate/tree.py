@@ -127,8 +127,10 @@ class Tree:
         return Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
-        """Return the child of a node that has this token, where node i has ``tokens[i]``; None if
-        none has."""
+        """Return the child of a node that has this token, where node i has ``tokens[i]``.
+
+        None if none has.
+        """
         for child in self.children[node]:
             if tokens[child] == token:
                 return child

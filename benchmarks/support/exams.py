@@ -47,7 +47,7 @@ from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
 from apbv.prefilling.reuse import stored_rows
 from apbv.speculate import Autoregressive
-from apbv.speculate.ways import TakingTurns
+from apbv.speculate.decode_loops import SequentialSpeculation
 from apbv.stats import StageTimer
 
 from . import clips
@@ -199,7 +199,7 @@ def answer_greedily(
     config: PrefillConfig,
     max_new_tokens: int,
     encoded: VisualRows | None = None,
-    way: TakingTurns | None = None,
+    way: SequentialSpeculation | None = None,
 ) -> tuple[list[int], PrefillResult]:
     """Answer a prompt greedily; return the tokens, on every host, and the prefill. Collective.
 
@@ -286,7 +286,7 @@ class Candidate:
         way = None
         if speculate is not None:
             tokenize = partial(self.tokenizer.encode, add_special_tokens=False)
-            way = TakingTurns(self.parts, self.draft, self.hosts, speculate, tokenize)
+            way = SequentialSpeculation(self.parts, self.draft, self.hosts, speculate, tokenize)
         return answer_greedily(
             self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded, way
         )

@@ -90,8 +90,8 @@ def test_what_keeps_steps_from_being_recorded(monkeypatch):
         inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch")
     )
     assert not graphs.may_record(parts, None)  # on a CPU, and without a word
-    assert graphs.why_not_captured(parts, None) is None
-    assert "sharded" in graphs.why_not_captured(parts, HostGroup.single())
-    assert "torch attention" in graphs.why_not_captured(other, None)
+    assert graphs.capture_obstacle(parts, None) is None
+    assert "sharded" in graphs.capture_obstacle(parts, HostGroup.single())
+    assert "torch attention" in graphs.capture_obstacle(other, None)
     monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
-    assert "members of a host" in graphs.why_not_captured(parts, None)
+    assert "members of a host" in graphs.capture_obstacle(parts, None)

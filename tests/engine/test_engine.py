@@ -13,6 +13,7 @@ from apbv import (
     HostGroup,
     PrefillConfig,
     PromptError,
+    ReduceConfig,
     SamplingParams,
     VideoError,
     demo,
@@ -174,6 +175,16 @@ OF_WRONG_TYPES = {
     "on_token": 3,
     "on_stage": 3,
 }
+
+
+def test_former_names_warn_and_work(checkpoints):
+    engine = Engine.from_pretrained(checkpoints("llama"), hosts=HostGroup.single("cpu"))
+    with pytest.warns(DeprecationWarning, match="batching_obstacle"):
+        assert engine.why_one_by_one is engine.batching_obstacle is None
+    with pytest.warns(DeprecationWarning, match="for_kv_export"):
+        assert engine.handing_over().prefill_config.kv == "sharded"
+    with pytest.warns(DeprecationWarning, match="keeps_all"):
+        assert ReduceConfig(method="dycoke", ratio=1).leaves_all
 
 
 def test_a_bad_request_is_refused(checkpoints, clip):

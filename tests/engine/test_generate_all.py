@@ -10,7 +10,7 @@ from apbv.decode.batch import Batch
 from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
 from apbv.speculate.batch import SpeculativeBatch
-from apbv.speculate.strategies import why_drafts_alone
+from apbv.speculate.strategies import draft_batching_obstacle
 
 import families
 from engines import build_engine
@@ -54,7 +54,7 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
     error = found.pop(2)
     lost = found.pop(5)
-    assert engine.why_one_by_one or "out of memory" in str(lost)
+    assert engine.batching_obstacle or "out of memory" in str(lost)
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
     names = "token_ids", "text", "finish_reason", "videos"
     same = [
@@ -65,7 +65,7 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     ]
     keys = [set(found[n].stats) == set(alone[n].stats) for n in found]
     tokens = {number: answer.token_ids for number, answer in found.items()}
-    return tokens, same, keys, drafted, str(error), engine.why_one_by_one, num_joined
+    return tokens, same, keys, drafted, str(error), engine.batching_obstacle, num_joined
 
 
 @pytest.mark.parametrize(("way", "kv", "in_batch"), WAYS)
@@ -116,7 +116,7 @@ def test_a_prompt_without_room_waits_for_an_answer_to_end(pool, clip):
 )
 def test_drafts_that_draft_alone(strategy, settings, why):
     config = SpeculativeConfig(strategy=strategy, **settings)
-    assert why in why_drafts_alone(config)
+    assert why in draft_batching_obstacle(config)
     with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
         SpeculativeBatch(inspect_model(families.build_model("llama")), config)
 

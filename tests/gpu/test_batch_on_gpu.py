@@ -23,7 +23,7 @@ SAMPLINGS = [
 SAMPLED = [{}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 0.8}]
 LENGTHS = [6, 3, 5]  # the second is stopped, while the GPU has begun its next token
 JOINS = [0, 2, 3]  # before which step
-ARRIVAL = "event", "apbv/transfer.py:read"
+ARRIVAL = "event", "apbv/device_copy.py:read"
 RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has ended
 
 

@@ -118,9 +118,9 @@ def test_keys_that_depend_on_the_length_are_neither_reused_nor_handed_to_vllm():
         Engine(model, processor, hosts, reuse=ReuseConfig(mode="kv"))
     engine = Engine(model, processor, hosts)
     for offer in (
-        engine.handing_over,
+        engine.for_kv_export,
         lambda: engine.prefill("Why?", context="abc" * 9, positions="vllm"),
     ):
         with pytest.raises(ValueError, match="transfers keys to vLLM, whose rotary frequencies"):
             offer()
-    assert "rotary frequencies" in engine.why_one_by_one
+    assert "rotary frequencies" in engine.batching_obstacle

@@ -271,7 +271,7 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
     with pytest.raises(ValueError, match=r"offer\(\) runs the prompt"):
         PrefillResult.offer(state, None)
     engine = Engine(model, processor, hosts)
-    assert "linear attention" in engine.why_one_by_one
+    assert "linear attention" in engine.batching_obstacle
     questions = [
         {"prompt": "What?", "context": "word " * 30},
         {"prompt": "Who?", "context": "word " * 20},

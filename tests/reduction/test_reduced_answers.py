@@ -79,7 +79,7 @@ def test_what_does_not_go_together_is_refused():
                 "transfers whole prompts",
                 lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers),
             ),
-            ("transfers whole prompts", engine.handing_over),
+            ("transfers whole prompts", engine.for_kv_export),
             (
                 "anew for every prompt",
                 lambda: engine_of(hosts, "dycoke", reuse=ReuseConfig(mode="kv")),

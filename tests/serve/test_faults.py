@@ -128,16 +128,16 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
 
 
 def test_why_answers_are_single(app, monkeypatch):
-    assert app.engine.why_one_by_one is None
+    assert app.engine.batching_obstacle is None
     single = copy(app.engine)
     single.speculative_config = SpeculativeConfig(strategy="sd_tree", draft_model="demo")
-    assert "a draft tree" in single.why_one_by_one
+    assert "a draft tree" in single.batching_obstacle
     single.prefill_config = PrefillConfig(kv="sharded")
-    assert "all hosts" in single.why_one_by_one
+    assert "all hosts" in single.batching_obstacle
     monkeypatch.setitem(
         app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic"
     )
-    assert "rotary frequencies" in app.engine.why_one_by_one
+    assert "rotary frequencies" in app.engine.batching_obstacle
 
 
 def refuse(*_):

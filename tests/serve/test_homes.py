@@ -26,7 +26,7 @@ from apbv.serve.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 from apbv.speculate.batch import SpeculativeBatch
-from apbv.speculate.ways import Begun
+from apbv.speculate.decode_loops import PrefilledRequest
 from apbv.stats import StageTimer
 
 from fresh_hosts import Store, run_fresh
@@ -253,7 +253,7 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
     begun = []
     begin = Engine.begin
 
-    def watch(engine: Engine, request: Request) -> Begun:
+    def watch(engine: Engine, request: Request) -> PrefilledRequest:
         begun.append((engine.hosts.size, engine.hosts.bytes_received))
         return begin(engine, request)
 
@@ -311,7 +311,7 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
         (folder / f"{name}{hosts.rank}").touch()
         wait_for(may_go_on.exists)
 
-    def watch(engine: Engine, request: Request) -> Begun:
+    def watch(engine: Engine, request: Request) -> PrefilledRequest:
         begun.append(engine.hosts.size)
         return begin(engine, request)
 

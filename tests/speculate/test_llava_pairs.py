@@ -144,7 +144,7 @@ def batch_job(hosts: HostGroup, family: str) -> dict:
     found = {}
     for way in ("alone", *IN_BATCHES):
         engine = engine_of(hosts, family, way)
-        assert engine.why_one_by_one is None
+        assert engine.batching_obstacle is None
         answers = dict(
             engine.generate_all(questions, sampling=SamplingParams(max_new_tokens=STEPS))
         )

@@ -34,7 +34,7 @@ def best_window(cost_ratio: float, acceptance: float) -> int:
 
 @each_choice(cost_ratio=[1, 0.5, 3, 12], acceptance=[0.0, 0.2, 0.6, 0.9, 1.0])
 def test_the_best_window_is_that_of_the_least_time_per_token(cost_ratio, acceptance):
-    """Outcome by outcome: of the first k tokens accepted and then none, and of all."""
+    """AnsweredRequest by outcome: of the first k tokens accepted and then none, and of all."""
 
     def time_per_token(gamma: int) -> float:
         chances = [acceptance**k * (1 - acceptance) for k in range(gamma)] + [acceptance**gamma]

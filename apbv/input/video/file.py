@@ -15,7 +15,7 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import PictureType
 
-from ...warn import warn_caller
+from ...reporting import warn_caller
 from ..container import best_stream, open_media
 from .bitstream import PacketReader
 from .clock import is_constant, is_nearly_sorted, length_of_last, settle

@@ -11,7 +11,7 @@ from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
-from ...warn import warn_caller
+from ...reporting import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 # Frames after which a run of frames may be split at a keyframe, for several threads to share.

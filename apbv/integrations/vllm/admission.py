@@ -168,8 +168,9 @@ def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Modu
 
 
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
-    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint; a
-    scheduler has no model.
+    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint.
+
+    A scheduler has no model.
 
     Raises:
         ValueError: there are no such weights in safetensors files.

@@ -211,8 +211,10 @@ class Loading:
             self._results.failed_recving.add(request_id)
 
     def _own_heads(self) -> range:
-        """Return this tensor-parallel worker's KV heads; several workers share one where there are
-        too few."""
+        """Return this tensor-parallel worker's KV heads.
+
+        Several workers share one where there are too few.
+        """
         rank = get_tensor_model_parallel_rank()
         size = get_tensor_model_parallel_world_size()
         first = rank * self._num_kv_heads // size

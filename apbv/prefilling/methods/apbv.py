@@ -44,11 +44,13 @@ def _rows(states: Tensor, rows: range) -> Tensor:
 
 
 class ApbvMethod(PrefillMethod):
-    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query
-    sees all."""
+    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves.
+
+    The query sees all.
+    """
 
     name = "apbv"
-    passes_on = True
+    has_passing = True
 
     def prepare(self) -> None:
         layout = self.layout

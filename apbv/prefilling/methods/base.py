@@ -41,7 +41,7 @@ class PrefillMethod(ABC):
         attention_layers: the numbers, among these, of those that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
         settings: what the method fixes of the config.
-        passes_on: whether context blocks pass KV pairs on to other hosts.
+        has_passing: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
 
@@ -49,7 +49,7 @@ class PrefillMethod(ABC):
     is_exact: ClassVar[bool] = False
     splits: ClassVar[bool] = True
     zigzag: ClassVar[bool] = False
-    passes_on: ClassVar[bool] = False
+    has_passing: ClassVar[bool] = False
     separate_query: bool = False
     settings: ClassVar[dict[str, bool]] = {}
 
@@ -80,7 +80,7 @@ class PrefillMethod(ABC):
         """Whether this prompt's KV is that of full attention, which a copy in front of blocks
         changes."""
         return self.blocks is None and (
-            self.is_exact or (self.passes_on and self.layout.passes_all)
+            self.is_exact or (self.has_passing and self.layout.passing_is_complete)
         )
 
     def layout_in(self, layer: int) -> ContextLayout:
@@ -115,8 +115,9 @@ class PrefillMethod(ABC):
         query_start: int,
         config: PrefillConfig,
     ) -> ContextLayout:
-        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and
-        errors.
+        """Plan the layout of a prompt.
+
+        See :func:`apbv.layout.plan_layout` for the arguments and errors.
 
         By default every token is given to one host, without an anchor.
         """
@@ -132,9 +133,11 @@ class PrefillMethod(ABC):
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
-        """Say which lengths of anchor and passing blocks are known to cost accuracy; None: these
-        are not."""
-        if not cls.passes_on or layout.passes_all:
+        """Say which lengths of anchor and passing blocks are known to cost accuracy.
+
+        None: these are not.
+        """
+        if not cls.has_passing or layout.passing_is_complete:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
             return (

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ...device_copy import to_device
 from ...hosts import HostError, HostGroup
 from ...kernels import reference
 from ...kernels.backends import drawn_numbers, mistake_of
-from ...transfer import to_device
-from ...warn import warn_caller
+from ...reporting import warn_caller
 
 # Takes q, k and v [1, S, H, D] of this host's two chunks, softmax_scale, causal and group; returns
 # out.
@@ -68,8 +68,9 @@ def why_wrong(
     head_dim: int,
     groups: int,
 ) -> str | None:
-    """Run a ring on a small problem with all hosts, and return its error on this host; None if
-    there is none.
+    """Run a ring on a small problem with all hosts, and return its error on this host.
+
+    None if there is none.
 
     Args:
         ring: the function, which exchanges data with the hosts' process group.

@@ -12,7 +12,7 @@ class StarMethod(ApbMethod):
     """
 
     name = "star"
-    passes_on = False
+    has_passing = False
 
     @staticmethod
     def plan(

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...device_copy import to_device
 from ...layout import split_evenly
-from ...transfer import to_device
 from .choosing import keep_best
 from .frames import KeptRows, SharedVideo
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...device_copy import numbers_in, to_device
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError
 from ...model.parts import ModelParts
-from ...transfer import numbers_in, to_device
-from ..moving import move_rows
+from ..row_exchange import move_rows
 
 
 class KeptRows(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...config import PrefillConfig, ReduceConfig, ReuseConfig
+from ...device_copy import numbers_in, to_device
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
@@ -20,11 +21,10 @@ from ...model.parts import IMAGE_FAMILIES, VIDEO_FAMILIES, ModelParts, hybrid_fa
 from ...model.rotary import rope_by_length
 from ...refusals import refuse
 from ...stats import StageTimer
-from ...transfer import numbers_in, to_device
 from ..encode import VisualRows, agree_on_chunks, all_rows, sharing_hosts
 from ..memory import HostMemory, Room
-from ..moving import move_rows
 from ..reuse import stored_rows
+from ..row_exchange import move_rows
 from . import REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
 from .frames import (
@@ -69,7 +69,7 @@ def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
         PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its
             frames.
     """
-    if config.leaves_all:
+    if config.keeps_all:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         content = "no video" if inputs.visual is None else "images only"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device_copy import to_device
 from ..hosts import Exchange, HostGroup
-from ..transfer import to_device
 
 
 def move_rows(
@@ -52,8 +52,9 @@ def start_moving(
     tokens_for: Sequence[Tensor],
     hosts: HostGroup,
 ) -> Exchange:
-    """Start sending every host the rows of the tokens that it needs; collective, and without cost
-    if all have them.
+    """Start sending every host the rows of the tokens that it needs.
+
+    Collective, and without cost if all have them.
 
     Args:
         rows: ``[T, ...]`` of this host.

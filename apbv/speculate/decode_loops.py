@@ -34,7 +34,7 @@ Captioner = Callable[[RenderedPrompt], str]
 
 
 @dataclass(frozen=True)
-class Answered:
+class DecodedAnswer:
     """Tokens and metrics of a decoded request.
 
     Attributes:
@@ -47,7 +47,7 @@ class Answered:
     figures: dict[str, Any] | None = None
 
 
-class Begun(NamedTuple):
+class PrefilledRequest(NamedTuple):
     """A request, its prefill, and its draft if it has one."""
 
     read: ReadRequest
@@ -56,7 +56,7 @@ class Begun(NamedTuple):
 
 
 # A request, its prefill (None on a draft host), and its answer.
-Outcome = tuple[ReadRequest, PrefillResult | None, Answered]
+AnsweredRequest = tuple[ReadRequest, PrefillResult | None, DecodedAnswer]
 
 
 class Autoregressive:
@@ -72,28 +72,30 @@ class Autoregressive:
         self.hosts = hosts
         self.models = (parts,)
 
-    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+    def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
         """Read a request, prefill it and decode the answer; collective."""
         begun = self.begin(request, prefiller)
         return begun.read, begun.state, self.decode(begun.read.request, begun.state)
 
-    def begin(self, request: Request, prefiller: Prefiller) -> Begun:
+    def begin(self, request: Request, prefiller: Prefiller) -> PrefilledRequest:
         """Read a request and prefill it, for an answer that a batch may decode; collective."""
         with closing(prefiller.read(request)) as read:
-            return Begun(read, prefiller.run(read))
+            return PrefilledRequest(read, prefiller.run(read))
 
     def batch(self) -> Batch:
         """Return an empty batch for answers to requests that have begun."""
         return Batch(self._parts)
 
-    def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
+    def answered(
+        self, begun: PrefilledRequest, tokens: list[int], summary: dict[str, Any] | None
+    ) -> DecodedAnswer:
         """Return the answer that a batch has decoded, with its speculation metrics."""
-        return Answered(tokens)
+        return DecodedAnswer(tokens)
 
-    def decode(self, request: Request, state: PrefillResult) -> Answered:
+    def decode(self, request: Request, state: PrefillResult) -> DecodedAnswer:
         """Decode the answer to a prompt that was prefilled or loaded."""
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
-            return Answered(generate_tokens(state.begin_answer(self._parts, request)))
+            return DecodedAnswer(generate_tokens(state.begin_answer(self._parts, request)))
 
 
 def _scores_of_whole_prompt(watcher: Watcher, reduction: Reduction) -> Tensor:
@@ -101,7 +103,7 @@ def _scores_of_whole_prompt(watcher: Watcher, reduction: Reduction) -> Tensor:
     return reduction.spread(watcher.result())
 
 
-class TakingTurns:
+class SequentialSpeculation:
     """Sequential speculative decoding, with target and draft on the same hosts.
 
     Args:
@@ -128,7 +130,7 @@ class TakingTurns:
         self.models = tuple(parts for parts in (target, draft) if parts is not None)
         self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
-    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+    def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
         begun = self.begin(request, prefiller)
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
@@ -139,7 +141,7 @@ class TakingTurns:
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
 
-    def begin(self, request: Request, prefiller: Prefiller) -> Begun:
+    def begin(self, request: Request, prefiller: Prefiller) -> PrefilledRequest:
         config = self._config
         with closing(prefiller.read(request)) as read:
             request = read.request
@@ -152,16 +154,18 @@ class TakingTurns:
                         caption = self._caption(read.rendered)
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 draft = self._build(read, state, watcher, caption)
-            return Begun(read, state, (draft,))
+            return PrefilledRequest(read, state, (draft,))
 
-    def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
+    def answered(
+        self, begun: PrefilledRequest, tokens: list[int], summary: dict[str, Any] | None
+    ) -> DecodedAnswer:
         figures = {
             **asdict(self._config),
             **summary,
             "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
             "num_visual_tokens_drafted_from": begun.draft[0].num_visual,
         }
-        return Answered(tokens, figures)
+        return DecodedAnswer(tokens, figures)
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None

@@ -13,6 +13,11 @@ from contextlib import contextmanager, suppress
 _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
 
 
+def warn_renamed(former: str, name: str) -> None:
+    """Warn the caller of the caller that a former name goes with the next release."""
+    warnings.warn(f"{former} is now {name}", DeprecationWarning, stacklevel=3)
+
+
 def warn_caller(message: str) -> None:
     """Warn as if the innermost line outside this package did.
 
