@@ -500,9 +500,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_together: int = 8,
     ) -> Iterator[tuple[int, GenerateResult | Exception]]:
-        """Answer questions.
-
-        Every host decodes a batch of the answers, with drafts or without; collective.
+        """Answer questions in batches, one on each host; collective.
 
         The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than
         ``max_together`` answers. If there is no memory for it, it waits until an answer has ended.
@@ -657,9 +655,9 @@ class Engine:
 
     @property
     def num_homes(self) -> int:
-        """How many hosts, the first ones, decode batches of answers.
+        """The number of hosts, from host 0 on, that decode batches of answers.
 
-        0: all decode one answer together.
+        0 if all decode one answer together.
         """
         if self.batching_obstacle is not None:
             return 0
@@ -698,9 +696,9 @@ class Engine:
         answered: DecodedAnswer,
         videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
-        """Return the result of a request, collective.
+        """Return the result of a request; collective.
 
-        On a draft host, which has prefilled nothing, its own.
+        A draft host has prefilled nothing, and returns its own figures.
         """
         tokens = answered.tokens
         sampling = request.sampling
@@ -835,13 +833,11 @@ class Engine:
         return self._decode_loop.batch()
 
     def attention(self) -> ExitStack:
-        """Put apbv's attention in force in the models that decode, until the returned context
-        ends."""
+        """Put apbv's attention in force in the models that decode, until the context ends."""
         return self._in_force(lambda parts: apbv_attention(parts.language_model))
 
     def prefilling_in_threads(self) -> ExitStack:
-        """Keep in force what a prefill changes in the models, for several threads, until the
-        context ends."""
+        """Keep in force what a prefill changes in the models, for several threads."""
         return self._in_force(ready_for_prefills)
 
     def _in_force(self, change: Callable[[ModelParts], AbstractContextManager]) -> ExitStack:
@@ -884,17 +880,15 @@ class Engine:
 
     @property
     def can_work_alone(self) -> bool:
-        """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the
-        others."""
+        """Whether each host can answer :meth:`alone`, without caches or shards of the others."""
         shares = self.reuse_config is not None or self.hosts.tensor_parallel_size > 1
         return self.num_homes == self.hosts.size and not shares
 
     def alone(self) -> "Engine":
         """Return an engine with the same model in which this host answers without the others.
 
-        Not collective.
-
-        It may be used in another thread, inside :meth:`prefilling_in_threads`.
+        Not collective. The returned engine may be used in another thread, inside
+        :meth:`prefilling_in_threads`.
         """
         engine = copy(self)
         # Not a subgroup: the heartbeats are those of this host's work for the others.

@@ -108,7 +108,7 @@ class SamplingParams(Checked):
     def filled(self, defaults: "SamplingParams") -> "SamplingParams":
         """Return these parameters with others for those that are left open.
 
-        Without a temperature it is greedy.
+        A missing temperature becomes 0: greedy.
         """
         names = ("max_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty")
         filled = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
@@ -125,7 +125,7 @@ class SamplingParams(Checked):
     def cuts(self) -> tuple[float, float, int, float]:
         """Temperature, top_p, top_k and min_p, which turn logits into a distribution.
 
-        Equal if greedy.
+        The same for all greedy settings, so that they compare equal.
         """
         if self.is_greedy:
             return 0.0, 1.0, 0, 0.0

@@ -44,7 +44,7 @@ class VideoConfig(Checked):
 class SparseConfig(Checked, name="sparse "):
     """Settings for block-sparse attention: how blocks are selected, per query head and layer.
 
-    The others are skipped.
+    Blocks that are not selected are skipped.
 
     Attributes:
         method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
@@ -109,9 +109,7 @@ class SparseConfig(Checked, name="sparse "):
 class ReduceConfig(Checked, name="reduce "):
     """Settings for visual-token pruning: which visual tokens the language model reads.
 
-    The others are lost.
-
-    Tokens that are kept stay at their rotary positions.
+    The tokens that it does not read are dropped; the kept ones stay at their rotary positions.
 
     Attributes:
         method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone;

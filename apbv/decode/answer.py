@@ -29,8 +29,9 @@ class Answer:
     Attributes:
         decoder: runs the model; between two steps its KV covers all tokens so far except the last.
         logits: ``[V]``, from which the first token is chosen; on host 0 at least.
-        prompt_len: n; a token's random number depends on the seed and on its index in the sequence.
-        sampling: sampling parameters, including the maximum number of tokens.
+        prompt_len: n.
+        sampling: sampling parameters, including the maximum number of tokens. A token's random
+            number depends on the seed and on its index in the sequence.
         eos_token_ids: tokens that end the answer, and are its last, unless ``sampling`` says
             otherwise.
         on_token: called on every host with each token as soon as it is chosen.
@@ -58,7 +59,8 @@ class Answer:
     ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _arriving: deque[Callable[[], list]] = field(default_factory=deque, init=False)
+    # One reader for each call of `tell_of` that `cut` has not read yet.
+    _pending_logprobs: deque[Callable[[], list]] = field(default_factory=deque, init=False)
 
     @property
     def next_index(self) -> int:
@@ -73,11 +75,12 @@ class Answer:
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there.
 
-        On host 0.
+        It also records the log probabilities of these tokens. Call it on host 0.
         """
         num_before = len(self.tokens)
+        # Of every new token, and perhaps of rejected ones after them.
         if self.sampling.logprobs is not None:
-            read_logprobs = self._arriving.popleft()
+            read_logprobs = self._pending_logprobs.popleft()
             self.logprobs += map(TokenLogprobs.unpack, read_logprobs())
             del self.logprobs[num_before + len(new) :]
         for count in range(1, len(new) + 1):
@@ -134,17 +137,17 @@ class Answer:
         return choice
 
     def tell_of(self, logits: Tensor, tokens: Tensor | Sequence[int]) -> None:
-        """Record log probabilities of S tokens, the first of which are about to be passed to
-        :meth:`cut`.
+        """Start to read the log probabilities of S tokens, for the next call of :meth:`cut`.
 
-        On host 0.
+        That gets the first of these tokens. Call it on host 0.
 
         Args:
             logits: ``[S, V]``, as the model gave them.
         """
         if self.sampling.logprobs is not None:
-            there = to_device(tokens, logits.device, torch.int64)
-            self._arriving.append(fetch(log_probabilities(logits, there, self.sampling.logprobs)))
+            tokens_on_device = to_device(tokens, logits.device, torch.int64)
+            top = log_probabilities(logits, tokens_on_device, self.sampling.logprobs)
+            self._pending_logprobs.append(fetch(top))
 
     def allowed(
         self,
@@ -153,8 +156,7 @@ class Answer:
         drafted: Tensor | Sequence[int] = (),
         precede: Tensor | None = None,
     ) -> Tensor:
-        """Return logits ``[S, V]`` for these indices in the sequence after bias, penalties and
-        grammar.
+        """Return logits ``[S, V]`` after bias, penalties and grammar.
 
         With a grammar, S is 1 and the index is that of the next token.
 
@@ -183,9 +185,7 @@ class Answer:
         return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
     def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
-        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`.
-
-        Collective.
+        """Return the token that host 0's device has chosen, as :meth:`choose` does; collective.
 
         Args:
             arriving: what :meth:`Choice.fetch` returned, on the leader.
@@ -225,9 +225,7 @@ def finish_reason(
 
 
 def generate_tokens(answer: Answer) -> list[int]:
-    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``.
-
-    Collective.
+    """Decode autoregressively until an end token (included), the maximum or ``stop``; collective.
 
     Returns:
         The answer's tokens.
@@ -247,11 +245,11 @@ def generate_tokens(answer: Answer) -> list[int]:
 
 
 def _generate_ahead(answer: Answer) -> list[int]:
-    """Decode the rest of an answer on host 0, queueing every step before the CPU reads the previous
-    token.
+    """Decode the rest of an answer, queueing every step before the previous token is read.
 
-    The GPU computes while the CPU processes a token and sends it to others. The extra step after an
-    end token is rolled back.
+    On host 0 alone; the others get its tokens in the loop of :func:`generate_tokens`. The GPU
+    computes while the CPU processes a token and sends it to others. The extra step after an end
+    token is rolled back.
     """
     decoder = answer.decoder
     choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)

@@ -171,7 +171,7 @@ class Batch:
     def step(self) -> list[Member]:
         """Decode the next token of every sequence.
 
-        If some have just joined, only the first tokens of these.
+        Sequences that have just joined get their first token in a step of their own.
 
         First tokens come from a prefill's logits, the others from a forward pass over all
         sequences. On a GPU the latter may be delivered a step late. A sequence fails alone if its
@@ -206,9 +206,9 @@ class Batch:
         return advanced
 
     def step_or_drop(self) -> None:
-        """Decode as :meth:`step`.
+        """Decode a step; if it raises, fail only the youngest sequence.
 
-        If it fails, the youngest sequence does: its memory may be what is missing.
+        That one's memory may be what is missing.
         """
         try:
             self.step()
@@ -218,7 +218,8 @@ class Batch:
     def _advance(self) -> tuple[list[Member], TokenReader]:
         """Queue the next work on the device.
 
-        Return its sequences, and a function that waits for their tokens.
+        Returns:
+            Its sequences, and a function that waits for their tokens.
         """
         if self._queued is not None and not self._queued.has_any():
             self._queued = None

@@ -89,11 +89,11 @@ class OwnKV:
 
 
 class BatchRunner:
-    """Runs a language model over one new token of each of several answers, or over several.
+    """Runs a language model over one or more new tokens of each of several answers.
 
     On a GPU passes of one batch size and number of tokens are captured as a CUDA graph, which stays
-    valid while answers come and go: the addresses of their KV are looked up on the GPU. These
-    numbers are rounded up to a few.
+    valid while answers come and go: the addresses of their KV are looked up on the GPU. Batch sizes
+    and numbers of tokens are rounded up, so that few graphs are needed.
 
     Args:
         parts: the model.

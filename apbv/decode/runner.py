@@ -167,8 +167,7 @@ class _Step(Step):
         kind: tuple[int, bool, int | None],
         states: LinearStates | None,
     ):
-        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's
-        N.
+        """Allocate the inputs of ``kind``: S, whether only the last logits count, the mask's N.
 
         A hybrid's states are at fixed addresses already, and change in place.
         """
@@ -282,7 +281,7 @@ class Decoder:
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer.
 
-        On host 0, not collective.
+        Call it on host 0 only; not collective.
         """
         newest = []
         for layer in self.cache.layers:

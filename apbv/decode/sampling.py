@@ -204,7 +204,7 @@ class Penalties:
     ) -> Tensor:
         """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least.
 
-        V' <= V.
+        V' may be less than V, for a draft with a smaller vocabulary.
 
         Args:
             tokens: the answer so far.
@@ -213,7 +213,7 @@ class Penalties:
                 row's token comes after all, each row's before it after one less.
         """
         config = self._config
-        (num_rows, vocab_size) = logits.shape
+        num_rows, vocab_size = logits.shape
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         drafted = to_device(drafted, logits.device, torch.int64)
         if precede is None:

@@ -19,7 +19,7 @@ class Agreement:
         self._values: dict[str, str | Mapping[str, Any]] = {}
 
     def content(self, what: str, data: bytes) -> None:
-        """Require the same bytes, of which a message gives only the name.
+        """Require equal bytes; an error names them without quoting.
 
         Args:
             what: the name, with an article: ``"the prompt"``.
@@ -28,7 +28,7 @@ class Agreement:
         self._values[what] = hashlib.sha256(data).hexdigest()
 
     def settings(self, what: str, values: Mapping[str, Any]) -> None:
-        """Require the same settings, of which a message quotes those that differ.
+        """Require equal settings; an error quotes those that differ.
 
         Args:
             what: the name, with an article: ``"the request"``.
@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def values(self) -> Mapping[str, str | Mapping[str, Any]]:
-        """The digests and settings by name, JSON-ready: equal only if all that is required is."""
+        """The digests and settings by name, JSON-ready: two are equal only if everything agrees."""
         return self._values
 
 
@@ -79,22 +79,25 @@ class StageReport:
 def describe_difference(
     first: Mapping[str, Any], other: Mapping[str, Any], first_name: str, other_name: str
 ) -> str | None:
-    """Describe how what two processes require differs; None if it is equal.
+    """Describe the first difference between two processes' agreements; None if there is none.
 
     Args:
         first, other: their :attr:`Agreement.values`, after a transfer as JSON.
         first_name, other_name: the names of the processes.
     """
     for what, value in first.items():
+        # What only one of them requires comes last.
         if what not in other or value == other[what]:
             continue
         if isinstance(value, str):
             return f"{what} of {other_name} differs from that of {first_name}"
         differences = []
         for name in _names_that_differ(value, other[what]):
-            there = _quoted(_value(other[what], name))
-            here = _quoted(_value(value, name))
-            differences.append(f"{name} is {there} on {other_name}, but {here} on {first_name}")
+            other_value = _quoted(_value(other[what], name))
+            first_value = _quoted(_value(value, name))
+            differences.append(
+                f"{name} is {other_value} on {other_name}, but {first_value} on {first_name}"
+            )
         return f"{what} must be the same on every host: {'; '.join(differences)}"
     if first.keys() != other.keys():
         return f"{other_name} makes another call than {first_name}"
@@ -106,7 +109,7 @@ def _names_that_differ(
 ) -> list[str]:
     """Return the names of the settings that differ.
 
-    Of settings within a setting with dots: ``prefill.method``.
+    Nested settings are named with dots: ``prefill.method``.
     """
     names = []
     for name in dict.fromkeys([*first, *other]):

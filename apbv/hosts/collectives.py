@@ -55,8 +55,7 @@ class Collectives:
         return self._exchange(tensor.flatten(), result.flatten(), begin, lambda: result)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-        """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from
-        it.
+        """Start sending tensor p to every process p, and receiving one of shape ``shapes[p]``.
 
         They are sent as bytes, because not every backend supports every dtype.
         """
@@ -83,7 +82,7 @@ class Collectives:
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor from one process to all, in place.
 
-        Shape and dtype are the same everywhere.
+        The tensor must have the same shape and dtype on every process.
         """
         options = _asynchronous(BroadcastOptions())
         options.rootRank = source
@@ -96,12 +95,13 @@ class Collectives:
     def _exchange(
         self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
     ) -> Exchange:
-        parts = [sent.detach(), received.detach()]  # new objects, which no caller keeps
+        # Objects that no caller keeps: once they are freed, gloo has released the data (see drain).
+        parts = [sent.detach(), received.detach()]
         work = self._watch.start(lambda: begin(*parts))
         self._last_exchanged = [weakref.ref(part) for part in parts]
 
         def finish() -> Any:
-            if sent.is_cuda:  # its stream waits, and not this thread
+            if sent.is_cuda:  # the stream waits, not this thread
                 self._watch.order(work)
             else:
                 self._watch.wait(work)
@@ -129,7 +129,7 @@ def _asynchronous(options):
 
 
 class LocalCollectives:
-    """The same collectives of a process that is alone, but for a broadcast."""
+    """The collectives of a single process, which never broadcasts."""
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         return Exchange(lambda: tensor[None])
@@ -144,38 +144,43 @@ class LocalCollectives:
 class StagedCollectives(Collectives):
     """The same collectives for tensors on any device, over a gloo group that nothing else uses."""
 
-    _last: Future | None = None  # what the next exchange is sent after
+    _previous: Future | None = None  # the exchange that the next one has to wait for
 
     def _exchange(
         self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
     ) -> Exchange:
         watch = self._watch
-        before = self._last
-        copied = None
+        previous = self._previous
+
+        # Copy to CPU memory.
+        copy_event = None
         sent_here = _host_memory(sent).copy_(sent, non_blocking=True)
         received_here = sent_here if received is sent else _host_memory(received)
         if sent.is_cuda:
-            copied = torch.cuda.current_stream(sent.device).record_event()
+            copy_event = torch.cuda.current_stream(sent.device).record_event()
 
-        def carry() -> None:
-            if before is not None:
-                wait_for_futures([before])
-            if copied is not None:
-                copied.synchronize()
-            _wait_apart(begin(sent_here, received_here), watch)
+        # Exchange in a thread, after the previous exchange.
+        def run_staged() -> None:
+            if previous is not None:
+                wait_for_futures([previous])
+            if copy_event is not None:
+                copy_event.synchronize()
+            _wait_in_thread(begin(sent_here, received_here), watch)
 
         watch.require_whole()
-        carried = self._last = in_thread(carry)
+        pending = in_thread(run_staged)
+        self._previous = pending
 
+        # Copy to the device when waited for.
         def finish() -> Any:
-            watch.wait(PendingCall(carried))
+            watch.wait(PendingCall(pending))
             received.copy_(received_here, non_blocking=True)
             return result()
 
-        return Exchange(finish, carried.done)
+        return Exchange(finish, pending.done)
 
 
-def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
+def _wait_in_thread(work: dist.Work, watch: FailureWatch) -> None:
     """Wait, in a separate thread, until a collective is complete or the group is broken.
 
     Raises:

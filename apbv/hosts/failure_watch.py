@@ -81,9 +81,10 @@ class PendingCall:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the call has returned.
+        """Block until the call has returned; an error of the call is raised again.
 
-        RuntimeError if it has not in time; else raise what it raised.
+        Raises:
+            RuntimeError: it has not returned in time.
         """
         seconds = None if timeout is None else timeout.total_seconds()
         if not wait_for_futures([self._future], seconds).done:
@@ -100,7 +101,8 @@ class PendingEvent:
     def wait(self, timeout: timedelta = timedelta.max) -> None:
         """Block until the GPU has come to the event.
 
-        RuntimeError if it has not in time, or has failed.
+        Raises:
+            RuntimeError: it has not come to it in time, or has failed.
         """
         began = time.monotonic()
         while not self.is_completed():

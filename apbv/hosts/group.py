@@ -245,11 +245,8 @@ class HostGroup:
     ) -> "HostGroup | None":
         """Make a group of some of these hosts, which fails independently.
 
-        Collective over all of them.
-
-        A heartbeat in one of these groups counts in all of them.
-
-        Its connections live as long as those of the group that it was made from.
+        Collective over this group's hosts. Heartbeats count in this group and in all groups made
+        from it, whose connections live as long as this group's.
 
         Args:
             members: ranks in this group, ascending.
@@ -309,9 +306,9 @@ class HostGroup:
         return Moment(self.clock(), record_event(self.device) if is_on_gpu else None)
 
     def seconds_at(self, moments: Sequence[Moment]) -> list[float]:
-        """Return when moments were by :meth:`clock`.
+        """Return the times of moments by :meth:`clock`.
 
-        Waits until the GPU has come to all of them.
+        It waits until the GPU has come to all of them.
         """
         events = [moment.event for moment in moments if moment.event is not None]
         if not events:
@@ -344,7 +341,7 @@ class HostGroup:
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor in CPU memory from one host to all.
 
-        Shape and dtype are the same everywhere.
+        The tensor must have the same shape and dtype on every host.
 
         The result is the tensor. On the source it completes when all hosts take part.
         """
@@ -411,9 +408,7 @@ class HostGroup:
             agreement.content(what, value)
 
     def require_same_on_ranks(self, what: str, value: bytes) -> None:
-        """Check that each process holds the value of host 0's process of the same TP rank.
-
-        Collective.
+        """Check that every process has the value of host 0's process of its TP rank; collective.
 
         Raises:
             HostError: the values differ; raised on every process.
@@ -451,8 +446,8 @@ class HostGroup:
 
         At its end all hosts raise, or none does. Every host must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it. In what the
-        context yields the stage names what must be the same on every process.
+        A host that failed raises its own error, the others a HostError that quotes it. The body
+        adds to the yielded :class:`Agreement` whatever must be the same on every process.
         """
         error = None
         agreement = Agreement()
@@ -566,8 +561,7 @@ class HostGroup:
         )
 
     def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
-        """Start sending a tensor to the next host in the ring, and receiving one from the host
-        before.
+        """Start sending a tensor to the next host in the ring, and receiving the previous host's.
 
         The result has ``received_shape`` and the tensor's dtype. It is an all-to-all with empty
         tensors for all other hosts: with both backends that is a send to, and a receive from, the
@@ -583,7 +577,7 @@ class HostGroup:
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Send one host's tensor to every host, in place.
 
-        Shape and dtype are the same everywhere.
+        The tensor must have the same shape and dtype on every host.
         """
         if self.size > 1:
             self._data.broadcast(tensor, source).wait()

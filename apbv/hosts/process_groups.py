@@ -78,9 +78,7 @@ class ProcessGroups:
     ) -> "ProcessGroups":
         """Make the data groups, with each T successive processes one host.
 
-        Collective over all of them.
-
-        It takes as long as the slowest process.
+        Collective over all processes; it takes as long as the slowest.
 
         Args:
             group: the group for their statuses.
@@ -155,7 +153,7 @@ class ProcessGroups:
     ) -> "ProcessGroups | None":
         """Make groups of some hosts.
 
-        Collective over all, of which the others, and one alone, get None.
+        Collective over all hosts. Hosts that are not in the group, and a group of one, get None.
 
         Operations that are not waited for may take a day.
         """
@@ -192,7 +190,7 @@ class ProcessGroups:
 def _can_use_nccl(places: Sequence[Place]) -> bool:
     """Return whether NCCL can connect processes: it rejects two on one GPU.
 
-    A single one needs no connection.
+    A single process needs no connection.
     """
     if len(places) == 1:
         return True
@@ -312,10 +310,11 @@ for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
 def join_world(timeout: float) -> bool:
     """Initialise torch.distributed from the environment that torchrun sets.
 
-    False if the caller has done so.
-
     All processes can then exchange CPU memory; groups for GPU memory are made once the devices are
     known.
+
+    Returns:
+        False if the caller had initialised it already, else True.
 
     Raises:
         HostError: the rendezvous takes longer than the timeout, in seconds.

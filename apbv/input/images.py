@@ -134,16 +134,21 @@ def _range_of(values: np.ndarray, mode: str) -> tuple[float, float]:
     finite = values[np.isfinite(values)]
     low = finite.min(initial=0)
     high = finite.max(initial=0)
+    # Signed: there is no convention.
     if low < 0:
         return low, high
+    # 16 bits.
     is_16_bit = len(mode) > 1 or (mode == "I" and 255 < high < 65536)
     if is_16_bit:
         return low, 65535
+    # More.
     if high > 255:
         return low, high
+    # 8 bits.
     if mode == "I" or high >= 16:
         return low, 255
-    return low, max(high, 1)  # of floats from 0 to 1, or little more
+    # Floats from 0 to 1, or little more.
+    return low, max(high, 1)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from .images import Picture
 from .sizes import PixelLimits
 from .visual import PromptError
 
-# More files than a prompt of an hour's frames as single images has; every host opens all of them.
+# An hour of frames as single images has fewer; bounded because every host opens them all.
 MOST_SOURCES = 4096
 Message = dict[str, Any]
 
@@ -50,10 +50,11 @@ def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
-# Of an option of a file, what it must be, and a function that checks it.
+# What an option of a file must be, and a function that checks it. Options that are not in _CHECKS
+# are counts.
 _COUNT = ("be an integer of at least 1", _is_count)
 _TIME = ("be a number of seconds, not negative", _is_time)
-_CHECKS = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}  # others: _COUNT
+_CHECKS = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}
 # OpenAI's resolution of an image: the model's processor has its own.
 _DETAIL = "detail"
 # Names of the reasoning in an assistant's message: vLLM's, and the older one. The first that is
@@ -663,7 +664,7 @@ def _reads_parts(processor) -> bool:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
     except Exception:  # of any kind: it wants a string
         return False
-    # Else it left the list out, or printed it.
+    # A template that does not read lists drops the text, or prints the list itself.
     return _PROBE in rendered and "'type'" not in rendered
 
 

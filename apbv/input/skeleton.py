@@ -2,8 +2,8 @@
 
 The model's own processor runs on tensors without storage, so that no host has to hold the whole
 video to compute the prompt's layout. It writes a placeholder's text once for every visual token,
-and the tokenizer turns each copy into the same id: for 150,000 of them that takes a second, and to
-repeat the id a hundredth of one. So each run of placeholders is tokenised as if it were one.
+and the tokenizer turns each copy into the same id. To tokenise 150,000 copies takes a second, and
+to repeat the id 10 ms: so each run of placeholders is tokenised once, and its id repeated.
 """
 
 import copy
@@ -371,7 +371,7 @@ def process(
     replace = replace or processor.get_text_with_replacements
     placeholders = _placeholders(processor)
     run_of_placeholders = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*")
-    counts = []
+    counts = []  # placeholders of each run, in order, written by `shortened`
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
         texts, offsets = replace(*args, **kwargs)
@@ -389,11 +389,14 @@ def process(
             outputs["video_compression_mask"] = kept.flatten()
         return processor.replace_video_token(outputs, *args, **kwargs)
 
-    one_of_each = copy.copy(processor)
-    one_of_each.get_text_with_replacements = shortened
-    one_of_each.replace_image_token = replace_image_token
-    one_of_each.replace_video_token = replace_video_token
-    output = one_of_each(text=[text], return_tensors="pt", **inputs)
+    # Tokenise with each run of placeholders as one.
+    shortening_processor = copy.copy(processor)
+    shortening_processor.get_text_with_replacements = shortened
+    shortening_processor.replace_image_token = replace_image_token
+    shortening_processor.replace_video_token = replace_video_token
+    output = shortening_processor(text=[text], return_tensors="pt", **inputs)
+
+    # Repeat every output per token as often as its run is long.
     input_ids = output["input_ids"][0]
     repeats = torch.ones_like(input_ids)
     is_placeholder = torch.isin(input_ids, torch.tensor(list(placeholders.values())))
@@ -448,8 +451,8 @@ def process_apart(
 ) -> tuple[list[Mapping[str, Any]], list[Placeholder]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
-    Together a processor takes only videos of as many frames as one another, where it has no grid
-    for each.
+    A processor without a grid for each video takes several videos at once only if they have the
+    same number of frames.
 
     Args:
         processor: that of a video model; it is used by one thread at a time.

@@ -15,7 +15,7 @@ from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.hosts import in_thread
-from apbv.hosts.collectives import StagedCollectives, _wait_apart
+from apbv.hosts.collectives import StagedCollectives, _wait_in_thread
 
 import families
 from engines import QUESTION
@@ -110,7 +110,7 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
         SimpleNamespace(wait=wait, is_completed=lambda: True),
         SimpleNamespace(is_broken=False),
     )
-    assert in_thread(partial(_wait_apart, work, watch)).exception() is error
+    assert in_thread(partial(_wait_in_thread, work, watch)).exception() is error
 
 
 LEAVING = """

@@ -22,9 +22,9 @@ from .clock import is_constant, is_nearly_sorted, length_of_last, settle
 
 # Containers whose packets carry the presentation time that the encoder gave them.
 _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
-# In these a picture says of itself that no other refers to it (h264), or those of one type never
-# are (B). Not in VP8 and VP9, where such a picture may still carry probabilities or segments that
-# the next one starts from.
+# Codecs whose pictures that no other refers to are safe to skip: marked as such (h264), or all B
+# pictures. Not VP8 and VP9, where such a picture may still carry probabilities or segments that the
+# next one starts from.
 _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
 _NO_TIME = np.iinfo(np.int64).min
 
@@ -34,7 +34,7 @@ class VideoError(ValueError):
 
 
 class NotWholeError(VideoError):
-    """Raised where frames do not come from a keyframe on, but may from an earlier one."""
+    """Raised if frames cannot be decoded from a keyframe, but may be from an earlier one."""
 
 
 @dataclass(frozen=True, eq=False)

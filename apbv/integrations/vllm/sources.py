@@ -53,7 +53,7 @@ class Saved:
             raise StorageError(
                 f"cannot use the KV in {path}: {method} pruned its prompt, which vLLM reads whole"
             )
-        uuid = manifest.visual and manifest.generation
+        uuid = None if manifest.visual is None else manifest.generation
         return cls(str(path), manifest.generation, KVFacts.of(manifest), uuid)
 
     @property
