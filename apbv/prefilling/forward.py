@@ -83,25 +83,15 @@ def prefill(
     hosts = hosts or HostGroup.from_env()
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
-    reduce = None if config.reduce is None or config.reduce.keeps_all else config.reduce
-    reduction = None
+    prunes = config.reduce is not None and not config.reduce.keeps_all
     reset_peak_memory(hosts.device)
+
+    # Check.
     with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
         if not 0 <= home < hosts.size:
             raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
-        found = parts.tensor_parallel
-        expected = (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
-        if found != expected:
-            raise ValueError(
-                f"the model is shard {found[0]} of {found[1]}, but this process is TP rank "
-                f"{expected[0]} of {expected[1]}: load the model with Engine.from_pretrained and "
-                "these hosts"
-            )
-        if parts.device.type != hosts.device.type:
-            raise ValueError(
-                f"the model is on {parts.device}, but this host computes on {hosts.device}"
-            )
+        _require_place(parts, hosts)
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
             inputs = ModelInputs.from_processor(
@@ -113,8 +103,8 @@ def prefill(
             )
         _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
-        if reduce is not None:
-            require_reducible(reduce, inputs)
+        if prunes:
+            require_reducible(config.reduce, inputs)
         agreement.content("the prompt", inputs.input_ids.numpy().tobytes())
         agreement.settings("the prefill configuration", config.shared)
         agreement.settings("the model's configuration", parts.config_values)
@@ -122,13 +112,19 @@ def prefill(
             agreement.content(_WEIGHTS, parts.weights_sample)
     if hosts.tensor_parallel_size > 1:  # each process has weights of its own
         hosts.require_same_on_ranks(_WEIGHTS, parts.weights_sample)
+
+    # Reduce.
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
-    if reduce is not None:
+    reduction = None
+    if prunes:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         method = _plan(inputs, hosts, config, parts.sizes, watcher)
+        visual_tokens = range(0)
+        if inputs.num_visual_tokens:
+            visual_tokens = range(inputs.context_start, inputs.query_start)
         memory = host_memory(
             parts.sizes,
             method.layout,
@@ -139,9 +135,7 @@ def prefill(
             home=home,
             by_layer=method.gathers_by_layer(config),
             tensor_parallel=parts.tensor_parallel[1],
-            visual=range(inputs.context_start, inputs.query_start)
-            if inputs.num_visual_tokens
-            else range(0),
+            visual=visual_tokens,
             encodes_all=not config.frame_parallel,
         )
     room = Room(memory, inputs.num_tokens, hosts)
@@ -179,10 +173,29 @@ def prefill(
     )
 
 
+def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
+    """Reject a model that is another process's shard, or on another kind of device.
+
+    Raises:
+        ValueError: it is.
+    """
+    shard, num_shards = parts.tensor_parallel
+    tp_rank = hosts.tensor_parallel_rank
+    tp_size = hosts.tensor_parallel_size
+    if (shard, num_shards) != (tp_rank, tp_size):
+        raise ValueError(
+            f"the model is shard {shard} of {num_shards}, but this process is TP rank {tp_rank} of "
+            f"{tp_size}: load the model with Engine.from_pretrained and these hosts"
+        )
+    if parts.device.type != hosts.device.type:
+        raise ValueError(
+            f"the model is on {parts.device}, but this host computes on {hosts.device}"
+        )
+
+
 @contextmanager
 def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
-    """Keep in force what a prefill changes in a model, so that several threads can prefill at the
-    same time."""
+    """Keep in force what a prefill changes in a model, for several threads that prefill."""
     with (
         apbv_attention(parts.language_model),
         rows_in_chunks(parts, parts.max_position_embeddings),

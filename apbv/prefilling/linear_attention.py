@@ -160,13 +160,21 @@ class SplitLinearAttention:
             return None
         q, k, v, *gates = inputs
         key_dim = k.shape[3]
-        no_values = v.new_zeros(*v.shape[:3], key_dim)
+        # The zeros, and the first state of every block, are freed as soon as they are copied: this
+        # is where a hybrid's memory peaks.
+        values = torch.cat([v, v.new_zeros(*v.shape[:3], key_dim)], dim=3)
         identity = torch.eye(key_dim, device=v.device).expand(*nothing.shape[:3], -1)
-        inputs_of_map = (q, k, torch.cat([v, no_values], dim=3), *gates)
-        first_state = torch.cat([nothing, identity], dim=3)
-        maps = [
-            _run(inputs_of_map, function, None, rows, first_state) for rows in self._blocks.values()
-        ]
+        maps = []
+        for rows in self._blocks.values():
+            maps.append(
+                _run(
+                    (q, k, values, *gates),
+                    function,
+                    None,
+                    rows,
+                    torch.cat([nothing, identity], dim=3),
+                )
+            )
         return self._hosts.all_gather(torch.stack(maps))
 
 

@@ -80,7 +80,7 @@ def app(media):
 
 
 @pytest.fixture(scope="session")
-def for_kv_export(media):
+def handing_over(media):
     """A server whose KV nobody has to fetch in a hurry."""
     with closing(InProcess(media_dir=media, hands_over=True)) as app:
         yield app
