@@ -597,7 +597,7 @@ class Engine:
         member = None
         with self.hosts.local_stage("joining the batch"):
             if self.hosts.rank == request.home:
-                member = batch.join(begun.state, begun.read.request, *begun.draft)
+                member = batch.join(begun.state, begun.read.request, begun.draft)
         decode_stage = ExitStack()
         decode_stage.enter_context(request.timer.stage("decode"))
         return _RunningAnswer(begun, member, decode_stage)

@@ -142,12 +142,15 @@ class Batch:
     def __len__(self) -> int:
         return len(self._members)
 
-    def join(self, state: PrefilledPrompt, request: Request) -> Member:
+    def join(self, state: PrefilledPrompt, request: Request, draft: None = None) -> Member:
         """Add a prefilled prompt, without copying its KV.
 
         The prefill may still run on the GPU without blocking other sequences: the answer begins
         with the first step after it. The request's ``on_token`` and ``stop`` are called in the
         thread that steps.
+
+        Args:
+            draft: none here; :class:`apbv.speculate.batch.SpeculativeBatch` takes one.
 
         Raises:
             ValueError: the KV is not gathered on this host.

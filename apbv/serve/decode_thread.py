@@ -113,15 +113,16 @@ class DecodeThread:
         try:
             if isinstance(begun, Exception):
                 raise begun
-            read, state, draft = begun
+            state = begun.state
+            draft = begun.draft
             for choice in range(order.num_answers):
                 stream = AnswerStream(output, order, self._decode, choice)
-                request = stream.request_for_answer(read.request)
-                member = batch.join(state, request, *draft)
+                request = stream.request_for_answer(begun.read.request)
+                member = batch.join(state, request, draft)
                 self._members[member] = (output, stream)
                 # The next answer copies the KV, and has no draft.
                 state = replace(state, kv=state.kv.behind(state.layout))
-                draft = ()
+                draft = None
         except Exception as error:
             if not isinstance(error, RequestCancelled):
                 output.fail(*failure_of(error))

@@ -52,7 +52,7 @@ class PrefilledRequest(NamedTuple):
 
     read: ReadRequest
     state: PrefillResult
-    draft: tuple[Draft, ...] = ()
+    draft: Draft | None = None
 
 
 # A request, its prefill (None on a draft host), and its answer.
@@ -134,7 +134,7 @@ class SequentialSpeculation:
         begun = self.begin(request, prefiller)
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            tokens, stats = self._decode(begun.draft[0], begun.state, request)
+            tokens, stats = self._decode(begun.draft, begun.state, request)
         summary = stats.summary(len(tokens))
         return begun.read, begun.state, self.answered(begun, tokens, summary)
 
@@ -154,7 +154,7 @@ class SequentialSpeculation:
                         caption = self._caption(read.rendered)
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 draft = self._build(read, state, watcher, caption)
-            return PrefilledRequest(read, state, (draft,))
+            return PrefilledRequest(read, state, draft)
 
     def answered(
         self, begun: PrefilledRequest, tokens: list[int], summary: dict[str, Any] | None
@@ -163,7 +163,7 @@ class SequentialSpeculation:
             **asdict(self._config),
             **summary,
             "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
-            "num_visual_tokens_drafted_from": begun.draft[0].num_visual,
+            "num_visual_tokens_drafted_from": begun.draft.num_visual,
         }
         return DecodedAnswer(tokens, figures)
 

@@ -29,8 +29,10 @@ DRAFT = 1  # the draft host's rank within both channels; the target's is 0
 STARTUP_WINDOWS = 3
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-# Sent by the draft instead of tokens; the first two after a failure.
-_BROKEN, _GAVE_UP, _NOTHING = (-1, -2, -3)
+# Sent by the draft instead of tokens.
+_BROKEN = -1  # it failed for good
+_GAVE_UP = -2  # it failed for this request
+_NOTHING = -3  # no token in this place
 
 
 class DraftGaveUp(Exception):

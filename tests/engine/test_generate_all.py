@@ -43,12 +43,12 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     join = Batch.join
     num_joined = 0
 
-    def joined(batch, state, request):
+    def joined(batch, state, request, draft=None):
         nonlocal num_joined
         if request.sampling.seed == LOST:
             raise RuntimeError("out of memory")
         num_joined += 1
-        return join(batch, state, request)
+        return join(batch, state, request, draft)
 
     with mock.patch.object(Batch, "join", joined):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))

@@ -190,7 +190,7 @@ def test_the_draft_sees_what_was_asked_for(clip):
         config = SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio)
         engine = build_engine(hosts, "qwen2_5_vl", "gathered", config, 1)
         asked = Question(QUESTION, str(clip), num_frames=12)
-        (draft,) = engine.begin(
+        draft = engine.begin(
             Request(asked, StageTimer(hosts), sampling=SamplingParams(max_new_tokens=2))
         ).draft
         kept[keep, ratio] = set(draft.kept.tolist())
