@@ -151,7 +151,7 @@ def decode_together(
     began = time.perf_counter()
     with engine.attention():
         members = [
-            batch.join(state, read.request, *draft)
+            batch.join(state, read.request, draft)
             for read, state, draft in begun
             if engine.hosts.is_leader
         ]
