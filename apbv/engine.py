@@ -24,9 +24,9 @@ from .decode.text import AnswerText
 from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import AgreedError, HostGroup
-from .input.reading import PromptReader
+from .input.prompt_reader import PromptReader
 from .input.request import Question, Request
-from .input.skeleton import SampledVideo
+from .input.tokenized_prompt import SampledVideo
 from .model.attention import apbv_attention
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .model.parts import ModelParts, hybrid_family
@@ -70,7 +70,7 @@ class _RunningAnswer:
 
 @dataclass(frozen=True)
 class _EndedAnswer:
-    """The end of an answer that was decoded in a batch, as its home tells the other hosts.
+    """The end of an answer that was decoded in a batch, as its decode host tells the other hosts.
 
     Attributes:
         number: the question's.
@@ -141,7 +141,7 @@ class Engine:
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
-            watching_draft=speculate.strategy if drafting.watches_prefill(models) else None,
+            watching_draft=speculate.strategy if drafting.observes_prefill(models) else None,
         )
         runs_as = resolve_method(config, hosts.size).name
         was_asked_for = config.method != PrefillConfig.method
@@ -266,7 +266,8 @@ class Engine:
         otherwise wait.
 
         Args:
-            in_batch: decode the answer on each of the :attr:`num_homes` hosts as a batch of one.
+            in_batch: decode the answer on each of the :attr:`num_decode_hosts` hosts as a batch of
+                one.
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
@@ -290,7 +291,7 @@ class Engine:
             return
         if self.can_work_alone and self.hosts.size > 1:
             engine.alone().generate(**question)
-        for _, answer in engine.generate_all([question] * max(self.num_homes, 1)):
+        for _, answer in engine.generate_all([question] * max(self.num_decode_hosts, 1)):
             if isinstance(answer, Exception):
                 raise answer
 
@@ -530,7 +531,7 @@ class Engine:
             with hosts.local_stage("reading the questions"):
                 for number, question in enumerate(questions):
                     _require_question(number, question)
-        batch = self.batch() if hosts.rank < self.num_homes else None
+        batch = self.batch() if hosts.rank < self.num_decode_hosts else None
         waiting = enumerate(questions)
         following = next(waiting, None)
         running: dict[int, _RunningAnswer] = {}
@@ -538,8 +539,8 @@ class Engine:
             while following is not None or running:
                 # Prefill until every host decodes as many answers as it may.
                 while following is not None:
-                    home = self._emptiest_home(running, max_together)
-                    if home is None:
+                    decode_host = self._emptiest_decode_host(running, max_together)
+                    if decode_host is None:
                         break
                     number, question = following
                     ended: GenerateResult | Exception | None = None
@@ -547,10 +548,10 @@ class Engine:
                         with hosts.local_stage("reading the settings") as agreement:
                             if not is_checked:
                                 _require_question(number, question)
-                            request = self._request_of(question, sampling, home)
+                            request = self._request_of(question, sampling, decode_host)
                             settings = {"max_together": max_together, **request.settings}
                             agreement.settings("the request", settings)
-                        if self.num_homes == 0:
+                        if self.num_decode_hosts == 0:
                             ended = self.answer(request)
                         else:
                             running[number] = self._join(batch, request)
@@ -573,13 +574,13 @@ class Engine:
                 each.decode_stage.close()
 
     def _request_of(
-        self, question: Mapping[str, Any], sampling: SamplingParams | None, home: int
+        self, question: Mapping[str, Any], sampling: SamplingParams | None, decode_host: int
     ) -> Request:
         """Return the request of one question of :meth:`generate_all`.
 
         Args:
             sampling: for a question without its own; None: greedy.
-            home: the host that decodes the answer.
+            decode_host: the host that decodes the answer.
         """
         fields_of_question = dict(question)
         own_sampling = fields_of_question.pop("sampling", sampling or SamplingParams())
@@ -588,15 +589,15 @@ class Engine:
             Question(**fields_of_question),
             StageTimer(self.hosts),
             sampling=own_sampling,
-            home=home,
+            decode_host=decode_host,
         )
 
     def _join(self, batch: Batch | None, request: Request) -> "_RunningAnswer":
-        """Prefill a request, and add its answer to the batch of its home; collective."""
+        """Prefill a request, and add its answer to the batch of its decode host; collective."""
         begun = self.begin(request)
         member = None
         with self.hosts.local_stage("joining the batch"):
-            if self.hosts.rank == request.home:
+            if self.hosts.rank == request.decode_host:
                 member = batch.join(begun.state, begun.read.request, begun.draft)
         decode_stage = ExitStack()
         decode_stage.enter_context(request.timer.stage("decode"))
@@ -613,27 +614,32 @@ class Engine:
         answered = self._decode_loop.answered(begun, answer.tokens, answer.summary)
         return self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
 
-    def _emptiest_home(
+    def _emptiest_decode_host(
         self, running: Mapping[int, "_RunningAnswer"], max_together: int
     ) -> int | None:
         """Return the host whose answers have the least KV.
 
         None if each decodes ``max_together``.
         """
-        num_homes = max(self.num_homes, 1)
-        num_answers = [0] * num_homes
-        num_tokens = [0] * num_homes
+        num_decode_hosts = max(self.num_decode_hosts, 1)
+        num_answers = [0] * num_decode_hosts
+        num_tokens = [0] * num_decode_hosts
         for answer in running.values():
-            home = answer.begun.read.request.home
-            num_answers[home] += 1
-            num_tokens[home] += answer.begun.state.num_tokens
-        fitting = [home for home in range(num_homes) if num_answers[home] < max_together]
-        return min(fitting, key=lambda home: num_tokens[home], default=None)
+            decode_host = answer.begun.read.request.decode_host
+            num_answers[decode_host] += 1
+            num_tokens[decode_host] += answer.begun.state.num_tokens
+        fitting = [
+            decode_host
+            for decode_host in range(num_decode_hosts)
+            if num_answers[decode_host] < max_together
+        ]
+        return min(fitting, key=lambda decode_host: num_tokens[decode_host], default=None)
 
     def _decode_until_one_ends(
         self, batch: Batch | None, running: Mapping[int, "_RunningAnswer"]
     ) -> "list[_EndedAnswer]":
-        """Decode on all homes; return the answers that have ended, of all homes."""
+        """Decode a step on every decode host; return the answers that have ended, on all of
+        them."""
         members = {
             number: answer.member for number, answer in running.items() if answer.member is not None
         }
@@ -655,6 +661,12 @@ class Engine:
 
     @property
     def num_homes(self) -> int:
+        """The former name of :attr:`num_decode_hosts`, until the next release."""
+        warn_renamed("Engine.num_homes", "Engine.num_decode_hosts")
+        return self.num_decode_hosts
+
+    @property
+    def num_decode_hosts(self) -> int:
         """The number of hosts, from host 0 on, that decode batches of answers.
 
         0 if all decode one answer together.
@@ -809,7 +821,7 @@ class Engine:
 
     def begin(self, request: Request) -> PrefilledRequest:
         """Prefill a request's prompt, and build its draft if there are any, for an answer in a
-        batch of its home.
+        batch of its decode host.
 
         Call it on the hosts of :attr:`hosts` alone, with the same request. :meth:`batch` returns a
         batch.
@@ -859,7 +871,7 @@ class Engine:
         hosts = self.hosts
         with hosts.local_stage("reading the grammar"):
             grammar = None
-            if hosts.rank == request.home and hosts.tensor_parallel_rank == 0:
+            if hosts.rank == request.decode_host and hosts.tensor_parallel_rank == 0:
                 if request.has_checked_grammar:
                     grammar = self.grammars.compile(sampling.json_schema, sampling.grammar)
                 else:
@@ -882,7 +894,7 @@ class Engine:
     def can_work_alone(self) -> bool:
         """Whether each host can answer :meth:`alone`, without caches or shards of the others."""
         shares = self.reuse_config is not None or self.hosts.tensor_parallel_size > 1
-        return self.num_homes == self.hosts.size and not shares
+        return self.num_decode_hosts == self.hosts.size and not shares
 
     def alone(self) -> "Engine":
         """Return an engine with the same model in which this host answers without the others.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .input.skeleton import SampledVideo
+from .input.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
 
 _SHOWN_CHARACTERS = 60

@@ -29,7 +29,7 @@ from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts
 from apbv.speculate.builders import draft_by_model
 from apbv.speculate.draft import Draft, DraftTask
-from apbv.speculate.strategies import keep_policy, make_watcher
+from apbv.speculate.strategies import keep_policy, make_observer
 from apbv.speculate.tree import Tree
 
 from support import clips
@@ -53,16 +53,16 @@ def draft_of(
     target = candidate.parts
     draft = candidate.draft
     hosts = candidate.hosts
-    watcher = make_watcher(config, target)
+    observer = make_observer(config, target)
     state = prefill(
-        target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded
+        target, inputs, hosts=hosts, config=FULL, observer=observer, encoded=candidate.encoded
     )
     task = DraftTask(
         target=target,
         draft=draft,
         inputs=inputs,
         state=state,
-        scores=watcher and watcher.result,
+        scores=observer and observer.result,
         hosts=hosts,
         config=config,
         keep=keep_policy(config),

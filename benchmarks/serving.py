@@ -4,8 +4,8 @@
         --json serving.jsonl
     torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 \
         --ignore-eos
-    torchrun --nproc-per-node 2 benchmarks/serving.py --homes 1 all --rate 2 4 8 --limits 500 \
-        20 --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --decode-hosts 1 all --rate 2 4 8 \
+        --limits 500 20 --ignore-eos
     torchrun --nproc-per-node 2 benchmarks/serving.py --scale 6 --speculate off vanilla --ignore-eos
     torchrun --nproc-per-node 2 benchmarks/serving.py --batch --concurrency 16 32 \
         --requests 200 --rounds 3
@@ -18,8 +18,8 @@ Poisson process (an open loop), and their times count from then on. Goodput is t
 requests per second that keep both --limits. The engine alone answers it sequentially, an eighth as
 often. With --batch a file of the requests is answered without HTTP, too; their times count since
 they were read. Answers that differ from the engine's are an error. Servers that differ in
---max-running, in --homes (how many hosts decode) or in their draft alternate, also with a batch,
-for --rounds rounds.
+--max-running, in --decode-hosts (how many hosts decode) or in their draft alternate, also with a
+batch, for --rounds rounds.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Way:
             rate.
         rate: requests per second.
         max_running: the limit of each host's decoding batch; None: all.
-        homes: how many hosts decode; None: all.
+        decode_hosts: how many hosts decode; None: all.
         speculate: the drafting strategy; None: there is no draft.
     """
 
@@ -105,7 +105,7 @@ class Way:
     concurrency: int | None = None
     rate: float | None = None
     max_running: int | None = None
-    homes: int | None = None
+    decode_hosts: int | None = None
     speculate: str | None = None
 
     def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
@@ -149,8 +149,8 @@ def ask_a_server(
                 raise ValueError("the server does not answer as the engine does")
             measured.append((way, answers, seconds))
 
-    homes = min(ways[0].homes or hosts.size, engine.num_homes)
-    with mock.patch.object(Engine, "num_homes", homes):
+    decode_hosts = min(ways[0].decode_hosts or hosts.size, engine.num_decode_hosts)
+    with mock.patch.object(Engine, "num_decode_hosts", decode_hosts):
         serve_while(
             engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask
         )
@@ -217,12 +217,18 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         {"concurrency": each} for each in options.concurrency
     ]
     measured: dict[Way, tuple[list[Answer], float]] = {}
-    servers = options.speculate, options.homes or [None], options.max_running or [None]
+    servers = options.speculate, options.decode_hosts or [None], options.max_running or [None]
     for _ in range(options.rounds):
         figures = []
-        for speculate, homes, most in itertools.product(*servers):
+        for speculate, decode_hosts, most in itertools.product(*servers):
             ways = [
-                Way("server", max_running=most, homes=homes, speculate=speculate, **load)
+                Way(
+                    "server",
+                    max_running=most,
+                    decode_hosts=decode_hosts,
+                    speculate=speculate,
+                    **load,
+                )
                 for load in loads
             ]
             figures += ask_a_server(engines[speculate], hosts, ways, alone[0].text, options)

@@ -150,7 +150,7 @@ class Batch:
         thread that steps.
 
         Args:
-            draft: none here; :class:`apbv.speculate.batch.SpeculativeBatch` takes one.
+            draft: none here; :class:`apbv.speculate.speculative_batch.SpeculativeBatch` takes one.
 
         Raises:
             ValueError: the KV is not gathered on this host.

@@ -25,7 +25,7 @@ from ..layout import intersect
 from ..stats import StageTimer
 from .images import Picture
 from .sizes import resized
-from .skeleton import SampledVideo, process
+from .tokenized_prompt import SampledVideo, process
 from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
 

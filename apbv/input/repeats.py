@@ -15,7 +15,7 @@ from ..config import VideoConfig
 from ..hosts import HostGroup
 from ..stats import StageTimer
 from .pixels import VideoReader, preprocess_frames
-from .skeleton import SampledVideo
+from .tokenized_prompt import SampledVideo
 
 _CHUNK_BYTES = 2**26  # of pixels in fp32
 

@@ -11,7 +11,7 @@ from ..logprobs import TokenLogprobs
 from ..stats import StageTimer
 from .model_inputs import POSITION_RULES, ModelInputs
 from .rendering import Question
-from .skeleton import Skeleton
+from .tokenized_prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Request(Checked):
             0.
         has_checked_grammar: whether that schema or grammar was found good
             (:meth:`apbv.grammar.Grammars.check`).
-        home: the host that gathers the prompt's KV and decodes the answer, if one does alone; it
-            takes host 0's part above once the prompt is prefilled. Cached KV stays where it is.
+        decode_host: the host that gathers the prompt's KV and decodes the answer, if one does
+            alone; it takes host 0's part above once the prompt is prefilled. Cached KV stays where
+            it is.
         prompt: the part of the question already read by this host's
-            :class:`~apbv.input.reading.PromptReader`; None: nothing. Other hosts need not have it.
+            :class:`~apbv.input.prompt_reader.PromptReader`; None: nothing. Other hosts need not
+            have it.
 
     Raises:
         ValueError: there is no such rule of positions.
@@ -54,8 +56,8 @@ class Request(Checked):
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
     has_checked_grammar: bool = False
-    prompt: Skeleton | None = None
-    home: int = 0
+    prompt: TokenizedPrompt | None = None
+    decode_host: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:

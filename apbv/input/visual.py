@@ -8,9 +8,9 @@ Another kind of item needs:
 
 - a name for :attr:`VisualItem.kind`;
 - an identity of its content, as :class:`Source` is for files;
-- its place in the prompt (:func:`~apbv.input.skeleton.lay_out`);
+- its place in the prompt (:func:`~apbv.input.tokenized_prompt.lay_out`);
 - a reader of its pixels (:class:`~apbv.input.pixels.VideoReader`), made where
-  :meth:`~apbv.input.reading.PromptReader.read` makes the others;
+  :meth:`~apbv.input.prompt_reader.PromptReader.read` makes the others;
 - the call of the model that encodes it, in :mod:`apbv.prefilling.encode`.
 
 An item's temporal patches are adjacent: a video and audio that alternate would be several items

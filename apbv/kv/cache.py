@@ -269,7 +269,7 @@ class ShardedCache(Cache):
         layout: which tokens each host owns.
         host: this host's index.
         keep_query: False if the query runs in a later forward pass, which then appends its KV.
-        home: the host that :meth:`gather_behind_each` sends the KV to.
+        decode_host: the host that :meth:`gather_behind_each` sends the KV to.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class ShardedCache(Cache):
         layout: ContextLayout,
         host: int,
         keep_query: bool = True,
-        home: int = 0,
+        decode_host: int = 0,
     ):
         rows = layout.cache_rows(host)
         num_tokens = layout.num_tokens
@@ -291,7 +291,7 @@ class ShardedCache(Cache):
         for _ in range(num_layers):
             layers.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
         super().__init__(layers=layers)
-        self.home = home
+        self.decode_host = decode_host
         self.layout = layout
         self._gather: LayerGather | None = None  # begun by a forward pass
 
@@ -356,12 +356,12 @@ class ShardedCache(Cache):
     def gather_behind_each(
         self, attention: Callable[..., Tensor], hosts: HostGroup
     ) -> Callable[..., Tensor]:
-        """Wrap an attention so that each layer's KV is then sent to its home.
+        """Wrap an attention so that each layer's KV is then sent to its decode host.
 
         It serves one forward pass over all layers, on every host; :meth:`gather` waits for the last
         transfer. The transfers overlap with the layers' MLPs, when there is no other communication.
         """
-        gather = self._start_gather(hosts, self.home, releases=True)
+        gather = self._start_gather(hosts, self.decode_host, releases=True)
         self._gather = gather
 
         def attend(*args, **kwargs) -> Tensor:

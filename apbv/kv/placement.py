@@ -63,13 +63,13 @@ class PlacedKV:
 
 
 class GatheredKV(PlacedKV):
-    """KV gathered on one host, its home, which attends to it alone.
+    """KV gathered on one host, its decode host, which attends to it alone.
 
-    Methods that speak of host 0 mean its home.
+    Methods that speak of host 0 mean its decode host.
 
     Args:
-        cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to
-            it.
+        cache: ``[1, Hkv, n, D]`` per layer on the decode host, None elsewhere. An answer is
+            appended to it.
         num_tokens: n, the tokens of the prompt.
         states: a hybrid's states of linear attention, the same on every host.
     """
@@ -168,11 +168,11 @@ class ShardedKV(PlacedKV):
         self.num_tokens = cache.layout.num_tokens
 
     def gathered(self) -> GatheredKV:
-        """Gather the KV on its home, and free the shards; collective.
+        """Gather the KV on its decode host, and free the shards; collective.
 
         This KV must not be used afterwards.
         """
-        cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
+        cache = self.cache.gather(self.hosts, self.cache.decode_host, releases=True)
         return GatheredKV(cache, self.num_tokens, self.hosts, self.states)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:

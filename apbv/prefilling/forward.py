@@ -22,14 +22,14 @@ from ..reporting import warn_caller
 from ..stats import StageTimer, reset_peak_memory
 from .cancelling import Stop
 from .encode import VisualRows, tower_rows
-from .exchange import PlaceholderRows, encode_and_exchange
 from .language_model import run_language_model
-from .linear_attention import share_states
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
+from .placeholder_exchange import PlaceholderRows, encode_and_exchange
+from .prefill_observer import PrefillObserver, SplitPrompt
 from .reduction.pruning import reduce_prompt, require_reducible
 from .result import PrefillResult, identify
-from .watching import SplitPrompt, Watcher
+from .split_linear_attention import share_states
 
 _WEIGHTS = "a sample of the model's weights"
 
@@ -42,10 +42,10 @@ def prefill(
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
-    watcher: Watcher | None = None,
+    observer: PrefillObserver | None = None,
     encoded: VisualRows | None = None,
     stop: Stop | None = None,
-    home: int = 0,
+    decode_host: int = 0,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts.
 
@@ -62,13 +62,13 @@ def prefill(
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        watcher: observes the question's attention, or hidden states (see
-            :mod:`apbv.speculate.watchers`).
+        observer: observes the question's attention, or hidden states (see
+            :mod:`apbv.speculate.score_observers`).
         encoded: the source of this host's visual embeddings, where it is not the model's vision
             tower.
         stop: asked on host 0 between chunks of the tower and between layers; true cancels the
             prefill. None on all hosts, or on none.
-        home: the host on which the KV is gathered with ``kv="gathered"``.
+        decode_host: the host on which the KV is gathered with ``kv="gathered"``.
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -88,8 +88,10 @@ def prefill(
 
     # Check.
     with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
-        if not 0 <= home < hosts.size:
-            raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
+        if not 0 <= decode_host < hosts.size:
+            raise ValueError(
+                f"decode host must be one of the {hosts.size} hosts, not {decode_host}"
+            )
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
         _require_place(parts, hosts)
         inputs = model_inputs
@@ -121,7 +123,7 @@ def prefill(
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        method = _plan(inputs, hosts, config, parts.sizes, watcher)
+        method = _plan(inputs, hosts, config, parts.sizes, observer)
         visual_tokens = range(0)
         if inputs.num_visual_tokens:
             visual_tokens = range(inputs.context_start, inputs.query_start)
@@ -132,7 +134,7 @@ def prefill(
             config.kv,
             itemsize=parts.dtype.itemsize,
             device=parts.device,
-            home=home,
+            decode_host=decode_host,
             by_layer=method.gathers_by_layer(config),
             tensor_parallel=parts.tensor_parallel[1],
             visual=visual_tokens,
@@ -150,7 +152,9 @@ def prefill(
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, shards, states = _forward(parts, inputs, visual, method, watcher, stop, home)
+        logits, shards, states = _forward(
+            parts, inputs, visual, method, observer, stop, decode_host
+        )
 
     # Transfer.
     kv = ShardedKV(shards, hosts, states)
@@ -225,12 +229,12 @@ def _plan(
     hosts: HostGroup,
     config: PrefillConfig,
     sizes: DecoderSizes,
-    watcher: Watcher | None,
+    observer: PrefillObserver | None,
 ) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
 
     Raises:
-        ValueError: a length does not fit the prompt, or a watcher does not see the question with
+        ValueError: a length does not fit the prompt, or an observer does not see the question with
             this method.
     """
     method_type = resolve_method(config, hosts.size)
@@ -246,7 +250,7 @@ def _plan(
             )
         method_type = method_alone(config)
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
-    if watcher is not None and layout.is_split and not len(layout.query):
+    if observer is not None and layout.is_split and not len(layout.query):
         raise ValueError(
             f"cannot observe the question's attention with {method.name}: the question is split "
             "across the hosts, too"
@@ -259,9 +263,9 @@ def _forward(
     inputs: ModelInputs,
     visual: PlaceholderRows,
     method: PrefillMethod,
-    watcher: Watcher | None,
+    observer: PrefillObserver | None,
     stop: Stop | None,
-    home: int,
+    decode_host: int,
 ) -> tuple[Tensor, ShardedCache, LinearStates | None]:
     """Run the language model on this host's tokens.
 
@@ -270,13 +274,15 @@ def _forward(
     """
     hosts = method.hosts
     layout = method.layout
-    cache = ShardedCache(parts.sizes.kv_layers, layout, hosts.rank, not method.separate_query, home)
+    cache = ShardedCache(
+        parts.sizes.kv_layers, layout, hosts.rank, not method.separate_query, decode_host
+    )
     prompt = SplitPrompt(method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
-    if watcher is not None:
-        watcher.begin(prompt)
+    if observer is not None:
+        observer.begin(prompt)
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
     with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local)):
-        hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, watcher, states)
+        hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, observer, states)
     if states is not None and not layout.is_split:  # host 0 has computed alone
         share_states(states, parts, hosts)
     source = layout.last_token_host

@@ -14,9 +14,9 @@ from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from ..versions import CACHE_ARGUMENT
 from .cancelling import Stop, asking_before_each, require_going_on
-from .exchange import PlaceholderRows
-from .linear_attention import SplitLinearAttention
-from .watching import SplitPrompt, Watcher, shown_to
+from .placeholder_exchange import PlaceholderRows
+from .prefill_observer import PrefillObserver, SplitPrompt, observed_by
+from .split_linear_attention import SplitLinearAttention
 
 
 def run_language_model(
@@ -26,7 +26,7 @@ def run_language_model(
     visual: PlaceholderRows,
     cache: ShardedCache,
     stop: Stop | None,
-    watcher: Watcher | None = None,
+    observer: PrefillObserver | None = None,
     states: LinearStates | None = None,
 ) -> Tensor | None:
     """Run all layers on this host's tokens; collective.
@@ -37,7 +37,7 @@ def run_language_model(
         visual: the embeddings that replace the placeholders of this host's tokens; dropped.
         cache: gets their KV.
         stop: asked on host 0 before each layer; true ends the prefill.
-        watcher: the observer; its :meth:`Watcher.begin` was called.
+        observer: the observer; its :meth:`PrefillObserver.begin` was called.
         states: gets the states of a hybrid's linear attention.
 
     Returns:
@@ -52,8 +52,8 @@ def run_language_model(
     if len(local) == 0:  # host 0 computes the prompt alone
         for _ in cache.layers:
             require_going_on(hosts, stop)
-        if watcher is not None:
-            watcher.on_nothing()
+        if observer is not None:
+            observer.on_nothing()
         empty = torch.empty(
             1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device
         )
@@ -74,8 +74,8 @@ def run_language_model(
     prompt_length = int(inputs.position_ids.max()) + 1
     with (
         parts.rotary_of_prompt(prompt_length),
-        shown_to(
-            watcher, prompt, decoder, attention, has_question=not method.separate_query
+        observed_by(
+            observer, prompt, decoder, attention, has_question=not method.separate_query
         ) as attention,
     ):
         hidden = _run(parts, embeds, positions, cache, apbv=attention, **extra)
@@ -89,7 +89,7 @@ def run_language_model(
     attention = NewTokenAttention(parts.backend, hosts=hosts)
     with (
         parts.rotary_of_prompt(prompt_length),
-        shown_to(watcher, prompt, decoder, attention, has_context=False) as attention,
+        observed_by(observer, prompt, decoder, attention, has_context=False) as attention,
     ):
         embeds = [parts.embed_tokens(question_ids)]
         return _run(parts, embeds, positions, cache, apbv=attention, **extra)

@@ -21,7 +21,7 @@ from ..layout import ContextLayout, intersect
 from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes
-from .linear_attention import MOST_TOKENS
+from .split_linear_attention import MOST_TOKENS
 
 _ADVICE = {
     "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
@@ -73,7 +73,7 @@ def host_memory(
     *,
     itemsize: int,
     device: torch.device,
-    home: int = 0,
+    decode_host: int = 0,
     by_layer: bool = True,
     tensor_parallel: int = 1,
     visual: range = range(0),
@@ -89,7 +89,7 @@ def host_memory(
         kv: where the KV is placed, as in :class:`apbv.PrefillConfig`.
         itemsize: bytes per number.
         device: its device, which decides the sizes of row chunks.
-        home: the host that gets gathered KV.
+        decode_host: the host that gets gathered KV.
         by_layer: whether gathered KV leaves layer by layer; see
             :meth:`.PrefillMethod.gathers_by_layer`.
         tensor_parallel: T, the processes that shard a host's model.
@@ -111,14 +111,14 @@ def host_memory(
     num_kept = sum(map(len, layout.cache_spans(host)))
 
     # A layer's KV: what is kept here, with room for an answer on the host that decodes, and what
-    # the home gathers.
+    # the decode host gathers.
     sends_kv = kv == "gathered" and layout.num_hosts > 1
     sends_by_layer = sends_kv and by_layer and layout.is_split
-    is_home = host == home
+    is_decode_host = host == decode_host
     kept_layer = num_kept * kv_row
     num_spare = GROWTH_ROWS if host == 0 and num_kept else 0
     staying_layer = (num_kept + num_spare) * kv_row
-    gathered_layer = layout.num_tokens * kv_row if sends_kv and is_home else 0
+    gathered_layer = layout.num_tokens * kv_row if sends_kv and is_decode_host else 0
 
     # Encoding.
     num_embeddings = num_visual
@@ -133,7 +133,7 @@ def host_memory(
     # what they send.
     if not sends_kv:
         on_their_way = 0
-    elif is_home:
+    elif is_decode_host:
         on_their_way = 2 * gathered_layer
     else:
         on_their_way = 2 * kept_layer
@@ -188,7 +188,7 @@ def host_memory(
         prefill = max(prefill, in_linear, key=lambda parts: sum(parts.values()))
 
     # What a host certainly needs: its tokens' states in a layer, and the KV of the layers before.
-    keeps_kv = not sends_kv or is_home
+    keeps_kv = not sends_kv or is_decode_host
     certain_kv = (sizes.kv_layers - 1) * kept_layer if keeps_kv else 0
     certain = {
         "prefill": certain_kv + num_rows * (hidden + query + kv_row),
@@ -210,7 +210,7 @@ def _kv_before_last_linear(
     KV.
 
     Where KV is sent layer by layer, the newest of these layers is on its way: its rows, and of the
-    others what the home has gathered, with room for an answer.
+    others what the decode host has gathered, with room for an answer.
     """
     last = sizes.linear.layers[-1]
     num_before = sum(1 for index in range(last) if index not in sizes.linear.layers)

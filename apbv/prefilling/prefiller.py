@@ -8,17 +8,17 @@ from ..hosts import HostGroup
 from ..input.files import probe_once
 from ..input.model_inputs import ModelInputs
 from ..input.pixels import KeptPixels
-from ..input.reading import PromptReader
+from ..input.prompt_reader import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
-from ..input.skeleton import SampledVideo
+from ..input.tokenized_prompt import SampledVideo
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
+from .prefill_observer import PrefillObserver
 from .reduction.pruning import require_reducible
 from .result import PrefillResult
 from .reuse import Reuse, prefill_question
-from .watching import Watcher
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ class Prefiller:
             is_encoded=is_encoded,
         )
 
-    def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
+    def run(self, read: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question if the KV before it is cached.
 
         Args:
-            watcher: observes the prefill of a whole prompt.
+            observer: observes the prefill of a whole prompt.
 
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.
@@ -182,10 +182,10 @@ class Prefiller:
             hosts=self.hosts,
             config=self.config,
             timer=request.timer,
-            watcher=watcher,
+            observer=observer,
             encoded=source,
             stop=request.cancels,
-            home=request.home,
+            decode_host=request.decode_host,
         )
         if self.reuse is not None:
             self.reuse.store_prefix(state)

@@ -26,8 +26,8 @@ _NICENESS = 10
 
 
 class DecodeThread:
-    """Decodes all answers whose prompts are prefilled and whose home is this host, in a thread, as
-    one batch.
+    """Decodes all answers whose prompts are prefilled and whose decode host is this host, in a
+    thread, as one batch.
 
     An answer joins the batch before its next step, and leaves it when it ends or its client
     disconnects. The thread lives inside a ``with`` block, in which apbv's attention is in force for

@@ -12,7 +12,7 @@ from ..engine import Engine
 from ..generated import GenerateResult
 from ..hosts import HostError, HostGroup
 from ..input.request import Request
-from ..input.skeleton import Skeleton
+from ..input.tokenized_prompt import TokenizedPrompt
 from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
@@ -49,7 +49,8 @@ class OfferedKV:
     ticket: Ticket
 
 
-# An answer; or a prefilled request, which its home decodes; or KV that waits for another server.
+# An answer; or a prefilled request, which its decode host decodes; or KV that waits for another
+# server.
 OrderResult = GenerateResult | PrefilledRequest | OfferedKV
 
 
@@ -79,9 +80,9 @@ class Executor:
         order: WorkOrder,
         files: Files,
         add_callbacks: AddCallbacks = _without_callbacks,
-        prompt: Skeleton | None = None,
+        prompt: TokenizedPrompt | None = None,
     ) -> OrderResult | None:
-        """Answer an order, prefill it for its home, or export its prompt's KV.
+        """Answer an order, prefill it for its decode host, or export its prompt's KV.
 
         KV is exported from the hosts that computed it.
 
@@ -247,7 +248,7 @@ class _Follower:
                 raise
             self._failures.append((order, error.with_traceback(None)))
             return
-        if isinstance(result, PrefilledRequest) and order.home == hosts.rank:
+        if isinstance(result, PrefilledRequest) and order.decode_host == hosts.rank:
             self._decoding.add(RemoteOutput(executor.link, order.number), order, result)
 
     def report_failures(self) -> None:
@@ -256,7 +257,7 @@ class _Follower:
         A request that failed on host 0, too, was reported there before that command.
         """
         for order, error in self._failures:
-            if order.number is not None and order.home == self._executor.hosts.rank:
+            if order.number is not None and order.decode_host == self._executor.hosts.rank:
                 output = RemoteOutput(self._executor.link, order.number)
                 self._decoding.add(output, order, error)
         self._failures.clear()

@@ -132,9 +132,9 @@ class Job:
         files: closes its files.
         read: the request as read; None until it is ready.
         kv_bytes: maximum size of its KV, of prompt and answers.
-        is_short: whether its home prefills its prompt without the other hosts.
-        home: once it runs, the host that decodes its answers and holds this KV; None: every host
-            holds some.
+        is_short: whether its decode host prefills its prompt without the other hosts.
+        decode_host: once it runs, the host that decodes its answers and holds this KV; None: every
+            host holds some.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Job:
         self.read: ReadyRequest | None = None
         self.kv_bytes = 0
         self.is_short = False
-        self.home: int | None = None
+        self.decode_host: int | None = None
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""

@@ -87,11 +87,11 @@ class Links:
         return number
 
     def send(self, order: WorkOrder, files: Sequence[bytes]) -> None:
-        """Have an order's home prefill its prompt alone.
+        """Have an order's decode host prefill its prompt alone.
 
         Where the connection has ended, :attr:`failure` tells.
         """
-        sock, lock = self._hosts[order.home]
+        sock, lock = self._hosts[order.decode_host]
         file_sizes = [len(data) for data in files]
         with suppress(OSError), lock:
             sock.sendall(encode_for_host(PrefillMessage(order, file_sizes)))

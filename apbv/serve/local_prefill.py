@@ -1,4 +1,4 @@
-"""Prefills short prompts on their home alone, beside what all hosts prefill together."""
+"""Prefills short prompts on their decode host alone, beside what all hosts prefill together."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine import Engine
-from ..input.skeleton import Skeleton
+from ..input.tokenized_prompt import TokenizedPrompt
 from .decode_thread import DecodeThread
 from .links import Output
 from .work_order import WorkOrder
@@ -88,7 +88,7 @@ class LocalPrefillPool:
         order: WorkOrder,
         output: Output,
         files: AbstractContextManager[Sequence[Path]],
-        prompt: Skeleton | None = None,
+        prompt: TokenizedPrompt | None = None,
     ) -> None:
         """Prefill a prompt in a thread, and hand it, or the error, to the decoding thread.
 

@@ -58,7 +58,7 @@ AnswerMessage = TokensMessage | DraftMessage | FailedMessage | ReleasedMessage
 
 @dataclass(frozen=True)
 class PrefillMessage:
-    """An order that its home prefills alone.
+    """An order that its decode host prefills alone.
 
     Attributes:
         order: the order.

@@ -107,7 +107,7 @@ class JobOutput:
         if before:
             self._scheduler.metrics.observe_token_gap(now - last_at)
         elif record.first_token is None:
-            with self._scheduler.changed:  # its home may prefill another
+            with self._scheduler.changed:  # its decode host may prefill another
                 record.first_token = now
                 record.prompt_tokens = self._job.read.num_tokens
                 self._scheduler.changed.notify_all()

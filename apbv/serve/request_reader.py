@@ -19,9 +19,9 @@ from PIL import Image
 from ..config import SamplingParams
 from ..engine import Engine
 from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
-from ..input.reading import PromptReader
+from ..input.prompt_reader import PromptReader
 from ..input.rendering import template_words, tool_instructions
-from ..input.skeleton import Skeleton
+from ..input.tokenized_prompt import TokenizedPrompt
 from ..input.visual import PromptError
 from ..schemas import fixed_texts
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
@@ -85,7 +85,7 @@ class ReadyRequest:
     num_tokens: int
     media: list[Media]
     request: GenerationRequest
-    prompt: Skeleton | None = None
+    prompt: TokenizedPrompt | None = None
     call_format: CallFormat | None = None
     thought: str | None = None
 
@@ -492,7 +492,7 @@ class Reader:
         media: list[Media],
         field: str,
         is_wanted: Callable[[], bool],
-    ) -> Skeleton:
+    ) -> TokenizedPrompt:
         """Find the prompt's tokens, and what it shows.
 
         Args:
@@ -517,7 +517,7 @@ class Reader:
         media: list[Media],
         field: str,
         is_wanted: Callable[[], bool],
-    ) -> Skeleton:
+    ) -> TokenizedPrompt:
         """Find the prompt's tokens, and what it shows; raises nearly anything."""
         settings = self._settings
         deadline = time.monotonic() + settings.fetch_seconds

@@ -50,7 +50,7 @@ class Limits:
         max_running: how many answers each host may decode at once; None: as many as the KV allows.
         max_answers: how many answers a request may ask for; None: as many as may run at once.
         split_tokens: the fewest tokens of a prompt that all hosts prefill together; shorter ones
-            their homes do.
+            their decode hosts do.
     """
 
     max_queue: int
@@ -95,18 +95,18 @@ class Scheduler:
     too.
 
     Args:
-        num_homes: how many hosts, the first ones, decode answers. A request's go to the one with
-            the least KV.
+        num_decode_hosts: how many hosts, the first ones, decode answers. A request's go to the one
+            with the least KV.
 
     Attributes:
         changed: notified of what may let a thread go on.
         is_stopping: whether no further request is taken.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, num_homes: int = 1):
+    def __init__(self, limits: Limits, metrics: Metrics, num_decode_hosts: int = 1):
         self.limits = limits
         self.metrics = metrics
-        self._homes = range(num_homes)
+        self._decode_hosts = range(num_decode_hosts)
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -181,7 +181,8 @@ class Scheduler:
         Also None as soon as everything has stopped.
 
         Args:
-            is_short: take one that its home prefills alone, instead of one that all hosts prefill.
+            is_short: take one that its decode host prefills alone, instead of one that all hosts
+                prefill.
         """
         with self.changed:
             self.changed.wait_for(
@@ -190,9 +191,9 @@ class Scheduler:
             first = self._first(is_short)
             if first is None:
                 return None
-            job, home = first
+            job, decode_host = first
             self._ready.remove(job)
-            job.home = None if job.read.order.hands_over else home
+            job.decode_host = None if job.read.order.hands_over else decode_host
             self._admitted.discard(job)
             self._running.add(job)
             job.record.began = time.monotonic()
@@ -306,67 +307,75 @@ class Scheduler:
             self.end(job, ApiError(503, reason), outcome)
 
     def _first(self, is_short: bool) -> tuple[Job, int] | None:
-        """Return the first of a kind in the queue and its home.
+        """Return the first of a kind in the queue and its decode host.
 
         None if it, or one before it, fits nowhere yet.
         """
         for job in self._ready:
-            home = self._home_of(job)
-            if home is None:
+            decode_host = self._decode_host_of(job)
+            if decode_host is None:
                 return None
-            if job.is_short == is_short and not (is_short and self._has_enough(home, job)):
-                return job, home
+            if job.is_short == is_short and not (is_short and self._has_enough(decode_host, job)):
+                return job, decode_host
         return None
 
-    def _home_of(self, job: Job) -> int | None:
+    def _decode_host_of(self, job: Job) -> int | None:
         """Return the host with the least KV of those where a request fits; None if it fits nowhere.
 
         A prompt whose KV is transferred has to fit on every host.
         """
-        fitting = [home for home in self._homes if self._fits(job, home)]
-        if job.read.order.hands_over and len(fitting) < len(self._homes):
+        fitting = [
+            decode_host for decode_host in self._decode_hosts if self._fits(job, decode_host)
+        ]
+        if job.read.order.hands_over and len(fitting) < len(self._decode_hosts):
             return None
-        return min(fitting, key=lambda home: self._load(job, home), default=None)
+        return min(fitting, key=lambda decode_host: self._load(job, decode_host), default=None)
 
-    def _fits(self, job: Job, home: int) -> bool:
+    def _fits(self, job: Job, decode_host: int) -> bool:
         """Return whether a host has room for a request's KV, and may decode its answers."""
-        if self._used(home) + job.kv_bytes > self.limits.max_kv_bytes:
+        if self._used(decode_host) + job.kv_bytes > self.limits.max_kv_bytes:
             return False
         order = job.read.order
         if self.limits.max_running is None or order.hands_over:
             return True
-        return self._num_answers(home) + order.num_answers <= self.limits.max_running
+        return self._num_answers(decode_host) + order.num_answers <= self.limits.max_running
 
-    def _load(self, job: Job, home: int) -> _Load:
-        has_enough = job.is_short and self._has_enough(home, job)
-        return _Load(has_enough, self._used(home), self._num_answers(home), -home)
+    def _load(self, job: Job, decode_host: int) -> _Load:
+        has_enough = job.is_short and self._has_enough(decode_host, job)
+        return _Load(
+            has_enough, self._used(decode_host), self._num_answers(decode_host), -decode_host
+        )
 
-    def _has_enough(self, home: int, job: Job) -> bool:
+    def _has_enough(self, decode_host: int, job: Job) -> bool:
         """Return whether a host has short prompts to prefill for now, with or without files as this
         one."""
         num_alike = 0
         for other in self._running:
             is_waiting = other.is_short and other.record.first_token is None
             has_files_alike = bool(other.read.media) == bool(job.read.media)
-            if is_waiting and other.home == home and has_files_alike:
+            if is_waiting and other.decode_host == decode_host and has_files_alike:
                 num_alike += 1
         return num_alike >= _MOST_AHEAD
 
-    def _used(self, home: int) -> int:
+    def _used(self, decode_host: int) -> int:
         """Return the bytes of KV that count on a host."""
-        running = sum(job.kv_bytes for job in self._running if job.home in (home, None))
+        running = sum(
+            job.kv_bytes for job in self._running if job.decode_host in (decode_host, None)
+        )
         return running + self._offered()
 
     def _offered(self) -> int:
         return sum(num_bytes for num_bytes, _ in self._offers.values())
 
-    def _num_answers(self, home: int) -> int:
-        return sum(job.read.order.num_answers for job in self._running if job.home == home)
+    def _num_answers(self, decode_host: int) -> int:
+        return sum(
+            job.read.order.num_answers for job in self._running if job.decode_host == decode_host
+        )
 
     def render_metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format, with gauges of this moment."""
         with self.changed:
-            used = [self._used(home) for home in self._homes]
+            used = [self._used(decode_host) for decode_host in self._decode_hosts]
             most = self.limits.max_kv_bytes
             self.metrics.set(
                 num_requests_waiting=len(self._admitted),
@@ -375,6 +384,8 @@ class Scheduler:
                 kv_cache_usage_perc=sum(used) / (len(used) * most) if most else 0,
                 kv_offers_waiting=len(self._offers),
             )
-            for home in self._homes:
-                self.metrics.set_of_host(home, used[home], self._num_answers(home))
+            for decode_host in self._decode_hosts:
+                self.metrics.set_of_host(
+                    decode_host, used[decode_host], self._num_answers(decode_host)
+                )
         return self.metrics.render()

@@ -117,7 +117,7 @@ def run_worker(
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
-    num_homes = engine.num_homes
+    num_decode_hosts = engine.num_decode_hosts
     if settings.max_kv_bytes is None:
         settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts) // 2)
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def run_worker(
         with hosts.local_stage("preparing the server"):
             if hosts.is_leader:
                 limits = limits_of(engine, settings)
-                scheduler = Scheduler(limits, Metrics(settings.model), max(num_homes, 1))
+                scheduler = Scheduler(limits, Metrics(settings.model), max(num_decode_hosts, 1))
 
         # Connect the hosts; collective over those that prefill, and those that decode alone.
         offers = None
@@ -139,7 +139,7 @@ def run_worker(
                 on_end=None if scheduler is None else scheduler.end_offer,
             )
             stack.enter_context(offers)
-        link = connect_hosts(hosts, stack) if num_homes > 1 else None
+        link = connect_hosts(hosts, stack) if num_decode_hosts > 1 else None
         executor = Executor(engine, hosts, offers, link)
 
         # Lead, or follow.

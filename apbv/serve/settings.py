@@ -20,8 +20,8 @@ class ServerSettings:
         max_queue: maximum number of waiting requests.
         max_running: maximum number of answers decoded in one batch, of which every host has one;
             None: limited by the KV cache only.
-        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, while
-            other hosts prefill others.
+        min_host_tokens: a prompt with fewer tokens per host is prefilled by its decode host alone,
+            while other hosts prefill others.
         max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that
             has least.
         max_body_bytes: largest request body.

@@ -8,7 +8,7 @@ from typing import Any
 from ..config import SamplingParams
 from ..hosts import HostGroup
 from ..input.request import Question, Request
-from ..input.skeleton import Skeleton
+from ..input.tokenized_prompt import TokenizedPrompt
 from ..stats import StageTimer
 
 
@@ -25,9 +25,9 @@ class WorkOrder:
         streams: whether every token is sent at once.
         stop_strings, stop_token_ids: strings and tokens that end the answer.
         shown_token_ids: special tokens that are part of the text all the same.
-        home: the host that decodes the answers, where one does alone.
-        number: the request's number on the connection from its home to host 0; None: its home is
-            host 0.
+        decode_host: the host that decodes the answers, where one does alone.
+        number: the request's number on the connection from its decode host to host 0; None: its
+            decode host is host 0.
     """
 
     question_fields: dict[str, Any]
@@ -39,11 +39,11 @@ class WorkOrder:
     stop_strings: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     shown_token_ids: Sequence[int] = ()
-    home: int = 0
+    decode_host: int = 0
     number: int | None = None
 
     def request(
-        self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None
+        self, hosts: HostGroup, files: Sequence[Any], prompt: TokenizedPrompt | None = None
     ) -> Request:
         """Build the engine's request.
 
@@ -61,7 +61,7 @@ class WorkOrder:
             stop=lambda _: False,
             has_checked_grammar=True,  # host 0 reads no other requests
             prompt=prompt,
-            home=self.home if hosts.size > 1 else 0,
+            decode_host=self.decode_host if hosts.size > 1 else 0,
         )
 
 

@@ -190,7 +190,7 @@ class Worker:
             self._on_stop()
 
     def _hand_out(self) -> None:
-        """Give short prompts to their homes, in a thread.
+        """Give short prompts to their decode hosts, in a thread.
 
         Whatever all hosts prefill, these do not wait for it.
         """
@@ -199,7 +199,7 @@ class Worker:
             if job is None:
                 continue
             output = JobOutput(job, self._scheduler)
-            is_sent = job.home != 0
+            is_sent = job.decode_host != 0
             try:
                 file_bytes = _sent_file_bytes(job) if is_sent else []
                 order = self._addressed_order(job, output)
@@ -212,10 +212,11 @@ class Worker:
                 output.release()
 
     def _addressed_order(self, job: Job, output: JobOutput) -> WorkOrder:
-        """Return a request's order, with its home and the number by which that names the output."""
-        if job.home in (0, None):
+        """Return a request's order, with its decode host and the number by which that names the
+        output."""
+        if job.decode_host in (0, None):
             return job.read.order
-        return replace(job.read.order, home=job.home, number=self._links.add(output))
+        return replace(job.read.order, decode_host=job.decode_host, number=self._links.add(output))
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
@@ -248,8 +249,8 @@ class Worker:
             elif isinstance(result, GenerateResult):
                 stream.finish(result.token_ids, result.finish_reason, result.stats["speculation"])
             else:
-                # Its home decodes it, and releases the output.
-                if order.home == 0:
+                # Its decode host decodes it, and releases the output.
+                if order.decode_host == 0:
                     self._decoding.add(output, order, result)
                 return
         except RequestCancelled:

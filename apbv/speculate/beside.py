@@ -11,15 +11,15 @@ from ..config import SpeculativeConfig
 from ..hosts import HostError
 from ..input.request import Request
 from ..model.parts import ModelParts
+from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
-from ..prefilling.watching import Watcher
 from .decode_loops import AnsweredRequest, DecodedAnswer
 from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
-from .strategies import STRATEGIES, keep_policy, make_watcher
+from .strategies import STRATEGIES, keep_policy, make_observer
 
 
 class ParallelSpeculation:
@@ -43,31 +43,31 @@ class ParallelSpeculation:
             read = prefiller.read(request)
         with closing(read):
             try:
-                watcher = None
+                observer = None
                 if read.inputs.visual is not None:
-                    watcher = make_watcher(self._config, self._target)
-                if watcher is not None and self._config.concurrent_prefill:
+                    observer = make_observer(self._config, self._target)
+                if observer is not None and self._config.concurrent_prefill:
                     # The draft can use its scores before the prefill ends.
-                    watcher.request_early(partial(self._pair.send_scores, waits=False))
+                    observer.request_early(partial(self._pair.send_scores, waits=False))
                 # It cannot be cancelled: the draft host would be lost with it.
                 uncancellable = replace(read.request, may_cancel=False)
-                state = prefiller.run(replace(read, request=uncancellable), watcher)
+                state = prefiller.run(replace(read, request=uncancellable), observer)
                 if not self._config.concurrent_prefill:
                     self._pair.allow_prefill()
-                answered = self._decode(read.request, watcher, state)
+                answered = self._decode(read.request, observer, state)
             except BaseException:
                 self._pair.fail()
                 raise
             return read, state, answered
 
     def _decode(
-        self, request: Request, watcher: Watcher | None, state: PrefillResult
+        self, request: Request, observer: PrefillObserver | None, state: PrefillResult
     ) -> DecodedAnswer:
         config = self._config
         pair = self._pair
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            if watcher is not None:
-                pair.send_scores(watcher.result())
+            if observer is not None:
+                pair.send_scores(observer.result())
             answer = state.begin_answer(self._target, request)
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
@@ -128,7 +128,7 @@ class DraftHost:
         config = self._config
         inputs = read.inputs
         timer = read.request.timer
-        is_scored = inputs.visual is not None and make_watcher(config, parts) is not None
+        is_scored = inputs.visual is not None and make_observer(config, parts) is not None
         if not config.concurrent_prefill:
             link.expect_verdict().wait()
         awaited = link.expect_verdict() if is_scored else None

@@ -61,7 +61,7 @@ def draft_by_model(task: DraftTask) -> Draft:
 
 def _draft_on_tokens(task: DraftTask, rows: Tensor, kept: Tensor) -> Draft:
     """Draft prefill on all text and these visual tokens."""
-    cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows, task.home)
+    cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows, task.decode_host)
     return Draft(task.drafter(task.draft, cache), len(kept), kept)
 
 
@@ -81,7 +81,7 @@ def draft_text_only(task: DraftTask) -> Draft:
     """Draft with the draft model, on the prompt's text alone, and on its sound if it hears."""
     nothing = torch.empty(0, dtype=torch.long)
     if task.draft.sees or not task.target.sees:
-        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
+        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.decode_host)
         return Draft(task.drafter(task.draft, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as
     # a whole prompt.
@@ -90,7 +90,7 @@ def draft_text_only(task: DraftTask) -> Draft:
     text = text.where(text < task.draft.vocab_size, 0)
     num_tokens = text.shape[1]
     cache = None
-    if task.is_home:
+    if task.is_decode_host:
         cache = run_prompt(task.draft, text, torch.arange(num_tokens)[None])
     return Draft(task.drafter(task.draft, cache, next_position=num_tokens), 0, nothing)
 
@@ -164,7 +164,7 @@ def draft_by_first_layers(task: DraftTask) -> Draft:
 
 def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
-    drafter = NgramDrafter(task.text_ids.tolist()) if task.is_home else None
+    drafter = NgramDrafter(task.text_ids.tolist()) if task.is_decode_host else None
     return Draft(drafter, 0)
 
 

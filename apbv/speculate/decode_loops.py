@@ -1,6 +1,6 @@
 """The decoding loops: autoregressive, or with sequential drafting on the same hosts.
 
-A loop is chosen once, when the engine is built. For every request it reads the prompt, may watch
+A loop is chosen once, when the engine is built. For every request it reads the prompt, may observe
 the prefill, and decodes the answer.
 """
 
@@ -19,15 +19,15 @@ from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..model.parts import ModelParts
+from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
-from ..prefilling.watching import Watcher
-from .batch import SpeculativeBatch
 from .draft import Draft, DraftTask
 from .pace import Pace
 from .serial import generate_speculatively
-from .strategies import STRATEGIES, draft_tree, keep_policy, make_watcher
+from .speculative_batch import SpeculativeBatch
+from .strategies import STRATEGIES, draft_tree, keep_policy, make_observer
 
 # Returns on host 0 a caption of a prompt's video or images, for drafts that read one.
 Captioner = Callable[[RenderedPrompt], str]
@@ -98,9 +98,9 @@ class Autoregressive:
             return DecodedAnswer(generate_tokens(state.begin_answer(self._parts, request)))
 
 
-def _scores_of_whole_prompt(watcher: Watcher, reduction: Reduction) -> Tensor:
-    """Return a watcher's scores of the kept visual tokens as scores of all; collective."""
-    return reduction.spread(watcher.result())
+def _scores_of_whole_prompt(observer: PrefillObserver, reduction: Reduction) -> Tensor:
+    """Return an observer's scores of the kept visual tokens as scores of all; collective."""
+    return reduction.spread(observer.result())
 
 
 class SequentialSpeculation:
@@ -145,15 +145,15 @@ class SequentialSpeculation:
         config = self._config
         with closing(prefiller.read(request)) as read:
             request = read.request
-            watcher = make_watcher(config, self._target)
-            state = prefiller.run(read, watcher)
+            observer = make_observer(config, self._target)
+            state = prefiller.run(read, observer)
             caption = None
             if config.needs_caption and read.inputs.visual is not None:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
                     if self.hosts.is_leader:
                         caption = self._caption(read.rendered)
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
-                draft = self._build(read, state, watcher, caption)
+                draft = self._build(read, state, observer, caption)
             return PrefilledRequest(read, state, draft)
 
     def answered(
@@ -168,7 +168,11 @@ class SequentialSpeculation:
         return DecodedAnswer(tokens, figures)
 
     def _build(
-        self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
+        self,
+        read: ReadRequest,
+        state: PrefillResult,
+        observer: PrefillObserver | None,
+        caption: str | None,
     ) -> Draft:
         """Build the draft.
 
@@ -178,10 +182,10 @@ class SequentialSpeculation:
         config = self._config
         runs_target = STRATEGIES[config.strategy].runs_target
         scores = None
-        if watcher is not None:
-            scores = watcher.result
+        if observer is not None:
+            scores = observer.result
             if state.reduction is not None and not runs_target:
-                scores = partial(_scores_of_whole_prompt, watcher, state.reduction)
+                scores = partial(_scores_of_whole_prompt, observer, state.reduction)
         task = DraftTask(
             target=self._target,
             draft=self._draft,
@@ -189,7 +193,7 @@ class SequentialSpeculation:
             state=state,
             scores=scores,
             hosts=self.hosts,
-            home=read.request.home,
+            decode_host=read.request.decode_host,
             config=config,
             keep=keep_policy(config),
             sampling=read.request.sampling,

@@ -16,7 +16,7 @@ from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
-from ..prefilling.exchange import PlaceholderRows
+from ..prefilling.placeholder_exchange import PlaceholderRows
 from ..prefilling.result import PrefillResult
 from ..prefilling.row_exchange import move_rows
 from ..versions import CACHE_ARGUMENT
@@ -30,7 +30,7 @@ def prefill_draft(
     kept_visual: Tensor,
     hosts: HostGroup,
     rows: Tensor | None,
-    home: int = 0,
+    decode_host: int = 0,
 ) -> DynamicCache | None:
     """Draft prefill on text, audio and some of the visual tokens, on one host; collective.
 
@@ -44,7 +44,7 @@ def prefill_draft(
         kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on
             every host.
         rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
-        home: the host that drafts.
+        decode_host: the host that drafts.
 
     Returns:
         The KV of the text, the sound and the kept visual tokens on that host, None elsewhere.
@@ -56,19 +56,19 @@ def prefill_draft(
 
     merged = PlaceholderRows()
     if len(kept_visual):
-        visual_rows = _send_home(rows, inputs.visual, kept_visual, hosts, home)
+        visual_rows = _send_to_decode_host(rows, inputs.visual, kept_visual, hosts, decode_host)
         merged.streams = list(visual_rows.split(parts.hidden_size, dim=-1))
     if inputs.audio is not None:
         all_audio = torch.arange(inputs.num_audio_tokens)
         audio_rows = encode_audio(parts, inputs.audio)
-        merged.audio = _send_home(audio_rows, inputs.audio, all_audio, hosts, home)
-    if hosts.rank != home:
+        merged.audio = _send_to_decode_host(audio_rows, inputs.audio, all_audio, hosts, decode_host)
+    if hosts.rank != decode_host:
         return None
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
 
 
-def _send_home(
-    rows: Tensor, media: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, home: int
+def _send_to_decode_host(
+    rows: Tensor, media: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, decode_host: int
 ) -> Tensor:
     """Send the kept rows to the host that drafts; collective if the rows are shared out.
 
@@ -80,11 +80,11 @@ def _send_home(
         The kept rows on that host; no rows elsewhere.
     """
     if not media.is_shared_out:  # every host has them all
-        if hosts.rank != home:
+        if hosts.rank != decode_host:
             return rows[:0]
         return rows[to_device(kept, rows.device)]
     rows_of_hosts = [numbers_in(piece) for piece in media.pieces]
-    needed = [kept if host == home else kept[:0] for host in range(hosts.size)]
+    needed = [kept if host == decode_host else kept[:0] for host in range(hosts.size)]
     return move_rows(rows, rows_of_hosts, needed, hosts)
 
 
@@ -126,7 +126,7 @@ class DraftTask:
         scores: returns the scores from the target's prefill that the strategy needs, if any;
             collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
-        home: the one of them that drafts.
+        decode_host: the one of them that drafts.
         config: the speculative configuration.
         keep: the policy that chooses the visual tokens which the draft sees; None if none can be
             chosen.
@@ -156,12 +156,12 @@ class DraftTask:
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
-    home: int = 0
+    decode_host: int = 0
 
     @property
-    def is_home(self) -> bool:
+    def is_decode_host(self) -> bool:
         """Whether this host drafts."""
-        return self.hosts.rank == self.home
+        return self.hosts.rank == self.decode_host
 
     @property
     def is_visual(self) -> Tensor:

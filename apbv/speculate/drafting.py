@@ -28,7 +28,7 @@ from .link import Pair
 from .strategies import (
     STRATEGIES,
     keep_policy,
-    make_watcher,
+    make_observer,
     reads,
     require_consistent,
     require_same_tokens,
@@ -160,9 +160,9 @@ class Drafting:
                 )
         return models
 
-    def watches_prefill(self, models: Models) -> bool:
+    def observes_prefill(self, models: Models) -> bool:
         """Return whether the strategy observes the target's prefill of the whole prompt."""
-        return self._config is not None and make_watcher(self._config, models.reading) is not None
+        return self._config is not None and make_observer(self._config, models.reading) is not None
 
     def require_readable(self, inputs: ModelInputs) -> None:
         """Reject a prompt that the strategy cannot draft for.

@@ -9,19 +9,19 @@ from typing import Any
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
-from ..prefilling.watching import Watcher
+from ..prefilling.prefill_observer import PrefillObserver
 from ..refusals import refuse
 from . import builders
 from .draft import Draft, DraftTask
+from .score_observers import HeadAttention, Relevance, SimilarityChange
 from .tree import Tree
-from .watchers import HeadAttention, Relevance, SimilarityChange
 
 # Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of
 # attention.
 _BY_PREFILL = ("specvlm", "attention", "uv_prune")
 
 
-def _no_watcher(config: SpeculativeConfig, parts: ModelParts) -> None:
+def _no_observer(config: SpeculativeConfig, parts: ModelParts) -> None:
     return None
 
 
@@ -31,7 +31,7 @@ class Strategy:
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
-        watcher: makes the strategy's watcher of the target's prefill; returns None if it needs
+        observer: makes the strategy's observer of the target's prefill; returns None if it needs
             none.
         needs_draft_model: whether a second model drafts.
         runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of
@@ -49,7 +49,7 @@ class Strategy:
     """
 
     build: Callable[[DraftTask], Draft]
-    watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = _no_watcher
+    observer: Callable[[SpeculativeConfig, ModelParts], PrefillObserver | None] = _no_observer
     needs_draft_model: bool = False
     runs_target: bool = False
     prunes_kv: bool = False
@@ -76,19 +76,19 @@ def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
 
-def _head_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher:
+def _head_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:
     return HeadAttention()
 
 
-def _keep_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
-    """Return the watcher whose scores the keep policy ranks by; None if it needs none."""
+def _keep_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
+    """Return the observer whose scores the keep policy ranks by; None if it needs none."""
     keep = keep_policy(config)
     if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
     return Relevance() if ranks_by_prefill(config) else None
 
 
-_by_model = partial(Strategy, builders.draft_by_model, _keep_watcher, needs_draft_model=True)
+_by_model = partial(Strategy, builders.draft_by_model, _keep_observer, needs_draft_model=True)
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": _by_model(keep="full"),
     "sd_tree": _by_model(keep="full", num_tree_nodes=25),
@@ -98,13 +98,15 @@ STRATEGIES: dict[str, Strategy] = {
     "text_only": Strategy(builders.draft_text_only, needs_draft_model=True, reads_text_only=True),
     "tabed": Strategy(
         builders.draft_by_ensemble,
-        _keep_watcher,
+        _keep_observer,
         needs_draft_model=True,
         needs_verdicts=True,
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(builders.draft_on_attended_kv, _head_watcher, runs_target=True, prunes_kv=True),
+    "std": Strategy(
+        builders.draft_on_attended_kv, _head_observer, runs_target=True, prunes_kv=True
+    ),
     "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
     "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
@@ -130,9 +132,9 @@ def draft_batching_obstacle(config: SpeculativeConfig) -> str | None:
     return None
 
 
-def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
-    """Make the strategy's watcher of one prompt's prefill; None if it needs none."""
-    return STRATEGIES[config.strategy].watcher(config, parts)
+def make_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
+    """Make the strategy's observer of one prompt's prefill; None if it needs none."""
+    return STRATEGIES[config.strategy].observer(config, parts)
 
 
 def require_consistent(

@@ -26,7 +26,7 @@ ATTENTION = (
 )
 # "query_pass": the projections and the MLP of a separate pass of the query.
 # "linear": the rule of linear attention, and the maps that hosts exchange
-# (apbv.prefilling.linear_attention).
+# (apbv.prefilling.split_linear_attention).
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "linear", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate

@@ -35,7 +35,7 @@ from apbv import (
 )
 from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question, Request
 from apbv.input.video import probe
 from apbv.input.visual import VisualInput
@@ -212,9 +212,9 @@ def answer_greedily(
     request = Request(Question(), timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
     read = ReadRequest(request, None, inputs, None)
 
-    def run(_: ReadRequest, watcher=None) -> PrefillResult:
+    def run(_: ReadRequest, observer=None) -> PrefillResult:
         return prefill(
-            parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded
+            parts, inputs, hosts=hosts, config=config, timer=timer, observer=observer, encoded=encoded
         )
 
     prefiller = SimpleNamespace(read=lambda _: read, run=run)

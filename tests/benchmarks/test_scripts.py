@@ -385,11 +385,15 @@ def test_servers_at_a_rate_of_requests(run):
     """Of one host or both that decode, with and without a draft; who gets the tokens in time counts
     as goodput."""
     options = ["--requests", 3, "--rate", 50, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
-    options += ["--homes", 1, "all", "--speculate", "off", "vanilla", "--limits", 1e6, 1e6]
+    options += ["--decode-hosts", 1, "all", "--speculate", "off", "vanilla", "--limits", 1e6, 1e6]
     records, _ = run("serving", *options, hosts=2)
-    assert [(r["rate"], r["homes"], r["speculate"]) for r in records] == [
+    assert [(r["rate"], r["decode_hosts"], r["speculate"]) for r in records] == [
         (None, None, None),
-        *[(50, homes, speculate) for speculate in ("off", "vanilla") for homes in (1, None)],
+        *[
+            (50, decode_hosts, speculate)
+            for speculate in ("off", "vanilla")
+            for decode_hosts in (1, None)
+        ],
     ]
     for record in records:
         assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (

@@ -181,6 +181,7 @@ def test_former_names_warn_and_work(checkpoints):
     engine = Engine.from_pretrained(checkpoints("llama"), hosts=HostGroup.single("cpu"))
     with pytest.warns(DeprecationWarning, match="batching_obstacle"):
         assert engine.why_one_by_one is engine.batching_obstacle is None
+        assert engine.num_homes == engine.num_decode_hosts == 1
     with pytest.warns(DeprecationWarning, match="for_kv_export"):
         assert engine.handing_over().prefill_config.kv == "sharded"
     with pytest.warns(DeprecationWarning, match="keeps_all"):

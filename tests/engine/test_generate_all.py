@@ -9,13 +9,13 @@ from apbv import HostError, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.batch import Batch
 from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
-from apbv.speculate.batch import SpeculativeBatch
+from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.speculate.strategies import draft_batching_obstacle
 
 import families
 from engines import build_engine
 
-LOST = 77  # the seed of an answer that finds no memory on its home
+LOST = 77  # the seed of an answer that finds no memory on its decode host
 SETTINGS = {"num_draft_tokens": 3, "keep_losing_draft": True}
 # How they are answered, where the KV is, and whether in one batch.
 WAYS = [

@@ -113,7 +113,7 @@ SHORT = {"anchor_len": 4, "passing_len": 4}
         (1, {}, (False, 0)),
         (3, {"reduce": ReduceConfig(method="dycoke", ratio=0.5), **SHORT}, (False, 0)),
         (2, {"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT}, (True, 0)),
-        (2, {}, (False, 512)),  # each prompt on its home
+        (2, {}, (False, 512)),  # each prompt on its decode host
     ],
 )
 def test_a_server_answers_several_clients_as_on_a_cpu(pool, num_hosts, prefill, others):

@@ -195,11 +195,13 @@ class InProcess:
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
-        homes = engine.num_homes
-        self.scheduler = scheduler = Scheduler(limits, Metrics("demo"), num_homes=max(homes, 1))
+        decode_hosts = engine.num_decode_hosts
+        self.scheduler = scheduler = Scheduler(
+            limits, Metrics("demo"), num_decode_hosts=max(decode_hosts, 1)
+        )
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
         self._stack = ExitStack()
-        link = connect_hosts(engine.hosts, self._stack) if homes > 1 else None
+        link = connect_hosts(engine.hosts, self._stack) if decode_hosts > 1 else None
         self.worker = Worker(Executor(engine, engine.hosts, self.offers, link), reader, scheduler)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
@@ -233,7 +235,7 @@ def follow_server(engine: Engine, media_dir: Path) -> None:
         closing(offering(engine)) as offers,
         ExitStack() as stack,
     ):
-        link = connect_hosts(engine.hosts, stack) if engine.num_homes > 1 else None
+        link = connect_hosts(engine.hosts, stack) if engine.num_decode_hosts > 1 else None
         follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 
 

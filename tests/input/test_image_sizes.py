@@ -6,7 +6,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model

@@ -10,9 +10,9 @@ from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
 from apbv.input.pixels import SourcePixels, preprocess_frames
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
-from apbv.input.skeleton import SampledVideo
+from apbv.input.tokenized_prompt import SampledVideo
 from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.layout import split_evenly

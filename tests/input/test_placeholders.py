@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
-from apbv.input.skeleton import process
+from apbv.input.tokenized_prompt import process
 
 import families
 from families import VIDEO_FAMILIES, VISION_FAMILIES

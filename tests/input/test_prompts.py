@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from apbv import HostGroup, PrefillConfig
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
 from apbv.input.video import probe, sample_fps, sample_uniform
 from apbv.input.visual import PromptError

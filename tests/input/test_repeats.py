@@ -18,10 +18,10 @@ from apbv import (
     prefill,
 )
 from apbv.input.pixels import VideoReader, preprocess_frames
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.repeats import kept_tokens
 from apbv.input.request import Question, Request
-from apbv.input.skeleton import SampledVideo
+from apbv.input.tokenized_prompt import SampledVideo
 from apbv.input.video import VideoError, probe
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
@@ -241,7 +241,7 @@ def test_host_0_tells_the_others_what_it_knows(pool, clips):
 def test_a_video_is_compared_once(clips, monkeypatch):
     reader = PromptReader(inspect_model(families.build_model(FAMILY)), build_processor(), FRAMES)
     (video,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
-    monkeypatch.setattr("apbv.input.reading.kept_tokens", None)
+    monkeypatch.setattr("apbv.input.prompt_reader.kept_tokens", None)
     (again,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
     assert torch.equal(video.kept, again.kept) and not again.kept.all()
 

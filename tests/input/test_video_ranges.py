@@ -11,7 +11,7 @@ from omni_prompts import ASKED, plain_samples
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
 from apbv.input.video import VideoError, VideoInfo, probe, sample_uniform
 from apbv.input.visual import PromptError

@@ -5,7 +5,7 @@ import torch
 from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
 from apbv.input.video import probe
 from apbv.input.visual import PromptError

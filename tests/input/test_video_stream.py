@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, iter_frames, probe, read_frames, reading
+from apbv.input.video import VideoError, frames, iter_frames, probe, read_frames
 from apbv.input.video.file import VideoFile
 
 from pairs import each_choice, pairwise
@@ -90,14 +90,14 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop):
     threads = 4
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
     ahead = threading.Event()
-    put = reading._Chunks.put
+    put = frames._Chunks.put
 
     def noted(chunks, row, image):
         if row == 2 * chunk_len:
             ahead.set()
         return put(chunks, row, image)
 
-    monkeypatch.setattr(reading._Chunks, "put", noted)
+    monkeypatch.setattr(frames._Chunks, "put", noted)
     tracemalloc.start()
     rows = 0
     for chunk in iter_frames(info, range(250), chunk_len, threads):

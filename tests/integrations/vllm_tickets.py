@@ -142,7 +142,7 @@ def check_silence(
 def check_reused_buffers() -> None:
     """A layer that waits to be written is not overwritten by the next, for which the same memory is
     used."""
-    from apbv.integrations.vllm.loading import Fetch
+    from apbv.integrations.vllm.kv_loading import Fetch
 
     def layers():
         states = torch.empty(1, 3, 2)  # one head, whose transposed states are contiguous

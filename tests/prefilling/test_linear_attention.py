@@ -22,7 +22,7 @@ from apbv import (
 )
 from apbv.kv.facts import StorageError
 from apbv.model.parts import inspect_model
-from apbv.prefilling import linear_attention
+from apbv.prefilling import split_linear_attention
 
 import families
 from answers import plain_tokens
@@ -55,7 +55,7 @@ def exact_job(hosts: HostGroup, prompts: list, settings: dict, most_tokens: int)
         if (
             threading.current_thread() is threading.main_thread()
         ):  # not a simulated host, of the test's process
-            patch.setattr(linear_attention, "MOST_TOKENS", most_tokens)
+            patch.setattr(split_linear_attention, "MOST_TOKENS", most_tokens)
         for family, length, asked in prompts:
             state, result = prefilled(
                 hosts, family, batch_of(family, length), asked, settings, torch.float32
@@ -83,7 +83,7 @@ EXACT = [(num_hosts, APBV, 37) for num_hosts in LENGTHS] + [
 def test_what_is_exact_equals_hugging_face(on_hosts, monkeypatch, num_hosts, settings, most_tokens):
     """Logits and KV; and on every host the states after the prompt, as all of them may have to
     decode."""
-    monkeypatch.setattr(linear_attention, "MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(split_linear_attention, "MOST_TOKENS", most_tokens)
     prompts = [("qwen3_next", length, length - 6) for length in LENGTHS[num_hosts]]
     prompts.append((("qwen3_5", "qwen3_5_moe")[num_hosts % 2], None, None))
     every = on_hosts(num_hosts, exact_job, prompts, settings, most_tokens)

@@ -12,7 +12,7 @@ import torch
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
 from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
-from apbv.input.skeleton import SampledVideo
+from apbv.input.tokenized_prompt import SampledVideo
 from apbv.input.video import VideoError, probe
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks

@@ -278,7 +278,7 @@ def test_what_no_answer_can_follow_is_refused(app):
 
 
 def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
-    """By the reader and by the home of its answers."""
+    """By the reader and by the decode host of its answers."""
     check = Grammars.check
     compiled = Grammars.compile
     calls = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.serve.requests import ApiError, ChatRequest
 
 from servers import HAND_OVER, asking, part, post, text

@@ -23,9 +23,9 @@ from patience import HANGING
 from servers import metric_in
 
 
-def scheduler(max_tokens: int = 100, num_homes: int = 1, **limits) -> Scheduler:
+def scheduler(max_tokens: int = 100, num_decode_hosts: int = 1, **limits) -> Scheduler:
     given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
-    return Scheduler(Limits(**given), Metrics("m"), num_homes=num_homes)
+    return Scheduler(Limits(**given), Metrics("m"), num_decode_hosts=num_decode_hosts)
 
 
 LOOP = asyncio.new_event_loop()
@@ -73,10 +73,10 @@ def test_nothing_overtakes_what_does_not_fit_yet():
     assert figure(books, "kv_cache_usage_perc") == 1
 
 
-def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_room_on_all():
-    books = scheduler(max_tokens=100, num_homes=3)
+def test_a_decode_host_is_the_host_with_the_most_room_and_what_is_transferred_needs_room_on_all():
+    books = scheduler(max_tokens=100, num_decode_hosts=3)
     jobs = []
-    for tokens, home in (
+    for tokens, decode_host in (
         (60, 2),
         (30, 1),
         (10, 0),
@@ -85,7 +85,7 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
         (50, 1),
     ):  # of equal ones the last
         jobs.append(ready(books, tokens - 1))
-        assert books.take(0) is jobs[-1] and jobs[-1].home == home
+        assert books.take(0) is jobs[-1] and jobs[-1].decode_host == decode_host
     per_host = [
         [figure(books, f"host_{name}", host=host) for host in "012"]
         for name in ("kv_cache_bytes", "answers")
@@ -96,11 +96,11 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     waiting = ready(books, 40)
     assert books.take(0) is None
     leave(books, jobs[0])
-    assert books.take(0) is waiting and waiting.home == 2
+    assert books.take(0) is waiting and waiting.decode_host == 2
     handed = ready(books, 10, hands_over=True)
     assert books.take(0) is None  # it would fit on host 0
     leave(books, jobs[4])
-    assert books.take(0) is handed and handed.home is None
+    assert books.take(0) is handed and handed.decode_host is None
     assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [
         8 * 30,
         8 * 90,
@@ -108,21 +108,26 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     ]
 
 
-def test_short_prompts_go_beside_long_ones_each_to_the_home_with_the_fewest_to_prefill():
+def test_short_prompts_go_beside_long_ones_each_to_the_decode_host_with_the_fewest_to_prefill():
     """Those with files and those without do not count together."""
-    books = scheduler(num_homes=2, split_tokens=8)
+    books = scheduler(num_decode_hosts=2, split_tokens=8)
     shorts = [ready(books, 7) for _ in range(6)]
     long = ready(books, 8)
     handed = ready(books, 9, hands_over=True)
     pictured = ready(books, 7, media=["a picture"])
     taken = [books.take(0, is_short=True) for _ in range(5)]
-    assert taken == [*shorts[:4], pictured] and [job.home for job in shorts[:4]] == [1, 0, 1, 0]
+    assert taken == [*shorts[:4], pictured] and [job.decode_host for job in shorts[:4]] == [
+        1,
+        0,
+        1,
+        0,
+    ]
     assert books.take(0, is_short=True) is None
     assert [books.take(0) for _ in range(3)] == [long, handed, None]
-    shorts[1].record.first_token = 1.0  # its home has prefilled it
-    assert books.take(0, is_short=True) is shorts[4] and shorts[4].home == 0
+    shorts[1].record.first_token = 1.0  # its decode host has prefilled it
+    assert books.take(0, is_short=True) is shorts[4] and shorts[4].decode_host == 0
     leave(books, shorts[0])
-    assert books.take(0, is_short=True) is shorts[5] and shorts[5].home == 1
+    assert books.take(0, is_short=True) is shorts[5] and shorts[5].decode_host == 1
 
 
 def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch):
@@ -136,15 +141,17 @@ def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch)
 
 
 def test_the_number_of_answers_is_bounded_on_each_host():
-    books = scheduler(num_homes=2, max_running=1)
+    books = scheduler(num_decode_hosts=2, max_running=1)
     jobs = [ready(books, 5) for _ in range(3)]
-    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [job.home for job in jobs] == [
+    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [
+        job.decode_host for job in jobs
+    ] == [
         1,
         0,
         None,
     ]
     leave(books, jobs[1])
-    assert books.take(0) is jobs[2] and jobs[2].home == 0
+    assert books.take(0) is jobs[2] and jobs[2].decode_host == 0
 
 
 def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):

@@ -17,11 +17,11 @@ from apbv.input.request import Question, Request
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
-from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.draft import Draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
+from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
 import families

@@ -13,9 +13,9 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.prefilling.reduction import choosing
 from apbv.prefilling.reduction.frames import frame_shape
-from apbv.speculate import builders, watchers
+from apbv.speculate import builders, score_observers
 from apbv.speculate.hippo import local_semantics, standardised
-from apbv.speculate.strategies import make_watcher
+from apbv.speculate.strategies import make_observer
 
 import families
 from pairs import each_choice
@@ -46,39 +46,39 @@ def seen_by_the_question(family: str):
     return weights, [states[is_visual] @ states[~is_visual].T for states in units]
 
 
-def overheard(watcher, decoder) -> None:
-    """Another thread runs the same decoder while the watcher observes its first layer."""
-    observe = watcher.on_hidden
+def overheard(observer, decoder) -> None:
+    """Another thread runs the same decoder while the observer observes its first layer."""
+    observe = observer.on_hidden
 
     def on_hidden(*args):
-        watcher.on_hidden = observe
+        observer.on_hidden = observe
         with ThreadPoolExecutor(1) as executor:
             executor.submit(
                 decoder, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False
             ).result()
         observe(*args)
 
-    watcher.on_hidden = on_hidden
+    observer.on_hidden = on_hidden
 
 
 def watched_job(
-    hosts: HostGroup, family: str, settings: dict, most_scores: int = watchers.MOST_SCORES
+    hosts: HostGroup, family: str, settings: dict, most_scores: int = score_observers.MOST_SCORES
 ):
     model = build(family, DOUBLE)
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
     config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
-    watching = [watchers.Relevance(), watchers.HeadAttention()]
+    watching = [score_observers.Relevance(), score_observers.HeadAttention()]
     watching += [
-        make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)
+        make_observer(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchers, "MOST_SCORES", most_scores)
-        for watcher in watching:
-            overheard(watcher, parts.language_model)
-            prefill(model, inputs, hosts=hosts, config=config, watcher=watcher)
+        patch.setattr(score_observers, "MOST_SCORES", most_scores)
+        for observer in watching:
+            overheard(observer, parts.language_model)
+            prefill(model, inputs, hosts=hosts, config=config, observer=observer)
             assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
-    return [watcher.result() for watcher in watching]
+    return [observer.result() for observer in watching]
 
 
 @pytest.mark.parametrize(

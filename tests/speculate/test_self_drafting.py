@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from apbv import HostGroup, SamplingParams, SpeculativeConfig
-from apbv.speculate import batch
+from apbv.speculate import speculative_batch
 from apbv.speculate.drafters import ModelDrafter
 
 import families
@@ -119,7 +119,7 @@ def batch_job(hosts: HostGroup, clip: str, kv: str, way: dict):
     which tokens."""
     engine = engine_of(hosts, kv, way)
     drafted = []
-    decide = batch._decide
+    decide = speculative_batch._decide
 
     def noted(answer, window, rows):
         prompt = answer.prompt_ids.tolist()
@@ -127,7 +127,7 @@ def batch_job(hosts: HostGroup, clip: str, kv: str, way: dict):
         return decide(answer, window, rows)
 
     questions = [{"prompt": each, "video": clip, "num_frames": FRAMES} for each in QUESTIONS]
-    with patch.object(batch, "_decide", noted):
+    with patch.object(speculative_batch, "_decide", noted):
         found = dict(
             engine.generate_all(
                 questions, sampling=SamplingParams(max_new_tokens=STEPS), max_together=3

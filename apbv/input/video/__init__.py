@@ -19,7 +19,7 @@ stored.
 """
 
 from .file import VideoError, VideoInfo, probe
-from .reading import frames_within, iter_frames, length_of, read_frames, sample_fps, sample_uniform
+from .frames import frames_within, iter_frames, length_of, read_frames, sample_fps, sample_uniform
 
 __all__ = [
     "VideoError",

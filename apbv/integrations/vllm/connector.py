@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from .loading import Loading
+from .kv_loading import Loading
 from .scheduling import Scheduling
 from .sources import LoadMetadata
 

@@ -127,8 +127,8 @@ class PrefillMethod(ABC):
 
     @classmethod
     def gathers_by_layer(cls, config: PrefillConfig) -> bool:
-        """Return whether each layer's KV leaves for its home while the next layers run, and not
-        after the last."""
+        """Return whether each layer's KV leaves for its decode host while the next layers run, and
+        not after the last."""
         return config.kv == "gathered" and config.overlap
 
     @classmethod

@@ -28,14 +28,14 @@ from transformers.image_utils import SizeDict
 from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
 from apbv.allocator import keep_freed_memory, return_freed_memory
 from apbv.input.model_inputs import ModelInputs
-from apbv.input.reading import PromptReader
+from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question, Request
 from apbv.input.video import probe, read_frames, sample_uniform
 from apbv.model.loading import read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import tower_rows
-from apbv.prefilling.exchange import encode_and_exchange
 from apbv.prefilling.methods import METHODS
+from apbv.prefilling.placeholder_exchange import encode_and_exchange
 from apbv.prefilling.prefiller import Prefiller
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory
 

@@ -1,4 +1,4 @@
-"""Watchers of the target's prefill: scores of visual tokens."""
+"""Observers of the target's prefill: scores of visual tokens."""
 
 from collections.abc import Callable
 
@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import similarity_to
-from ..prefilling.watching import SplitPrompt, Watcher
+from ..prefilling.prefill_observer import PrefillObserver, SplitPrompt
 
 # Scores of the question's attention in memory at a time, in fp32.
 MOST_SCORES = 2**26
 
 
-class Relevance(Watcher):
+class Relevance(PrefillObserver):
     """HIPPO's s_attn (Eq. 2), and SpecVLM's: the question's attention to visual tokens alone.
 
     It is a softmax over all visual keys, averaged over layers, heads and the question's tokens.
@@ -51,7 +51,7 @@ class Relevance(Watcher):
         return self.prompt.hosts.mean_over_members(self.gathered(local))
 
 
-class HeadAttention(Watcher):
+class HeadAttention(PrefillObserver):
     """STD's scores (Section 3.2), one list per layer and KV head.
 
     They are the question's attention, summed over the KV head's query heads.
@@ -81,7 +81,7 @@ class HeadAttention(Watcher):
         return list(self.gathered(local, *shape).unbind())
 
 
-class SimilarityChange(Watcher):
+class SimilarityChange(PrefillObserver):
     """UV-Prune's scores (ParallelVLM, Eq. 3) in the first layers of the target.
 
     They are how much closer visual tokens come to the text. The sum over layers of differences

@@ -25,8 +25,8 @@ from apbv.serve.local_prefill import LocalPrefillPool
 from apbv.serve.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
-from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.decode_loops import PrefilledRequest
+from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
 from fresh_hosts import Store, run_fresh
@@ -104,20 +104,20 @@ def app_or_follower(engine: Engine, split_tokens: int = 0) -> InProcess | None:
 
 
 def drafted_job(hosts: HostGroup) -> tuple | None:
-    """The library's answer, and those of several homes by drafts of their own; which host had
-    them."""
+    """The library's answer, and those of several decode hosts by drafts of their own; which host
+    had them."""
     speculate = SpeculativeConfig(
         strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
     )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
     (expected,) = library(engine, ASKED[0][0])
-    homes = []
+    decode_hosts = []
     noted = []
     join = SpeculativeBatch.join
     note = JobOutput.note_draft
 
     def watch(batch, state, request, draft):
-        homes.append(draft.drafter is not None)
+        decode_hosts.append(draft.drafter is not None)
         return join(batch, state, request, draft)
 
     def watch_notes(output, metrics):
@@ -129,7 +129,7 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
         patch.setattr(JobOutput, "note_draft", watch_notes)
         app = app_or_follower(engine)
         if app is None:
-            return homes
+            return decode_hosts
 
         async def ask() -> list:
             asked = (
@@ -143,19 +143,19 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
 
         with closing(app):
             found = app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
-            return homes, expected, found, noted
+            return decode_hosts, expected, found, noted
 
 
-def test_every_home_drafts_for_its_answers(pool):
-    (homes, expected, found, noted), *others = pool.run(2, drafted_job)
-    joined = [homes, *others]
+def test_every_decode_host_drafts_for_its_answers(pool):
+    (decode_hosts, expected, found, noted), *others = pool.run(2, drafted_job)
+    joined = [decode_hosts, *others]
     assert sum(map(len, joined)) == 4 and any(others) and all(map(all, joined))
     assert [each[:2] for each in found] == [expected[:2]] * 4
     assert len(noted) == 4 and min(noted) > 0
 
 
 def answers_job(hosts: HostGroup) -> tuple | None:
-    """The library's answers, on host 0 also those of every home, whole and streamed, and who
+    """The library's answers, on host 0 also those of every decode host, whole and streamed, and who
     answered.
 
     Where KV is left when a request's counts as free, that is told instead.
@@ -168,7 +168,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     release = RemoteOutput.release
 
     def watch(decoding, output, order, begun):
-        joined.append(order.home)
+        joined.append(order.decode_host)
         kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
         add(decoding, output, order, begun)
 
@@ -184,7 +184,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         wanted = [0]
         if app is None:
             return joined
-        patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
+        patch.setattr(app.scheduler, "_used", lambda decode_host: decode_host != wanted[0])
         with closing(app):
             for wanted[0] in range(hosts.size):
                 whole = [
@@ -225,7 +225,7 @@ async def leave(app: InProcess) -> None:
     request.cancel()
 
 
-def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
+def test_every_decode_host_answers_as_the_library_does_until_the_client_leaves(pool):
     (joined, expected, found, told), *others = pool.run(2, answers_job)
     assert [set(each) for each in (joined, *others)] == [{0}, {1}]
     assert 3 < max(told) < LONG
@@ -241,7 +241,8 @@ def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
 
 
 def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
-    """The library's answer, and those of homes that prefilled alone, with drafts: two prompts each.
+    """The library's answer, and those of decode hosts that prefilled alone, with drafts: two
+    prompts each.
 
     The first is about a damaged video. The others' files are sent, too.
     """
@@ -281,7 +282,7 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
             return begun, expected, *app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
 
 
-def test_homes_prefill_short_prompts_alone(pool, tmp_path):
+def test_decode_hosts_prefill_short_prompts_alone(pool, tmp_path):
     data = bytearray(demo.video_path().read_bytes())
     for pos, size, *_ in packets_of(demo.video_path())[-20:]:
         data[pos + 5 : pos + size] = bytes(size - 5)
@@ -296,7 +297,8 @@ def test_homes_prefill_short_prompts_alone(pool, tmp_path):
 
 
 def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
-    """Answers of both homes to texts, while both prefill a long prompt, and one decodes a video.
+    """Answers of both decode hosts to texts, while both prefill a long prompt, and one decodes a
+    video.
 
     With them what they were before, who prefilled, and what the other two were answered in the end.
     """
@@ -409,7 +411,7 @@ def split_job(hosts: HostGroup) -> list[int]:
     ]
 
 
-def test_a_home_does_nothing_alone_that_needs_the_other_hosts(pool):
+def test_a_decode_host_does_nothing_alone_that_needs_the_other_hosts(pool):
     assert pool.run(2, split_job) == [[512, 0]] * 2
 
 
@@ -457,7 +459,7 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
 
 
 def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
-    """What a client gets whose prompt is prefilled, but lost by its home."""
+    """What a client gets whose prompt is prefilled, but lost by its decode host."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     carry_out = Executor.carry_out
 
@@ -475,7 +477,7 @@ def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
         return reply.status_code, reply.json()["error"]["message"]
 
 
-def test_a_prompt_that_its_home_has_lost_fails(pool):
+def test_a_prompt_that_its_decode_host_has_lost_fails(pool):
     """The hosts are in step afterwards."""
     for _ in range(2):
         assert pool.run(2, lost_job)[0] == (500, "OSError: lost")

@@ -25,7 +25,7 @@ from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
-from .skeleton import SampledVideo, Skeleton, lay_out
+from .tokenized_prompt import SampledVideo, TokenizedPrompt, lay_out
 from .video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
 from .visual import PromptError, encoding_hosts, share_out
 
@@ -210,18 +210,21 @@ class PromptReader:
         first = round(start * rate)
         return Sound(samples, Source(FileIdentity.of(path), (first, len(samples))))
 
-    def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
+    def lay_out(
+        self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()
+    ) -> TokenizedPrompt:
         """Compute a prompt's tokens and their items, without pixels.
 
         Args:
             videos: the prompt's videos, from :meth:`sample`.
 
         Raises:
-            PromptError: the prompt cannot be laid out (:func:`~apbv.input.skeleton.lay_out`).
+            PromptError: the prompt cannot be laid out
+                (:func:`~apbv.input.tokenized_prompt.lay_out`).
             AudioError: an audio clip cannot be heard.
         """
         if rendered.token_ids is not None:
-            return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
+            return TokenizedPrompt(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
         if not (rendered.pictures or rendered.sounds or videos):
             with self._tokenizing:
                 batch = self.tokenizer(
@@ -230,7 +233,7 @@ class PromptReader:
                     return_offsets_mapping=True,
                     return_tensors="pt",
                 )
-            return Skeleton(rendered, (), batch)
+            return TokenizedPrompt(rendered, (), batch)
         videos = self.without_repeats(videos)
         sounds_of_videos = [video.sound for video in videos if video.sound is not None]
         sounds = []
@@ -322,7 +325,7 @@ class PromptReader:
         videos: Sequence[SampledVideo],
         hosts: HostGroup,
         timer: StageTimer,
-        prompt: Skeleton | None = None,
+        prompt: TokenizedPrompt | None = None,
     ) -> tuple[ModelInputs, SourcePixels | None]:
         """Read a rendered question, except its frames and images; on every host.
 
@@ -338,36 +341,41 @@ class PromptReader:
             ValueError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
-            skeleton = prompt or self.lay_out(rendered, videos)
-            if not (skeleton.items or skeleton.sounds):
+            tokenized = prompt or self.lay_out(rendered, videos)
+            if not (tokenized.items or tokenized.sounds):
                 inputs = ModelInputs.from_processor(
                     self.parts,
-                    skeleton.batch,
+                    tokenized.batch,
                     hosts,
-                    query_start=self._query_start(rendered, skeleton.batch),
+                    query_start=self._query_start(rendered, tokenized.batch),
                     query_len=self._config.query_len,
                 )
                 return inputs, None
-            input_ids = skeleton.batch["input_ids"]
+            input_ids = tokenized.batch["input_ids"]
             visual = None
             audio = None
             encoders = encoding_hosts(hosts, self._config.frame_parallel)
-            if skeleton.items:
-                visual = share_out(skeleton.items, encoders)
-            if skeleton.sounds:
-                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], encoders)
-                audio = replace(audio, sources=skeleton.sounds)
-            inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
+            if tokenized.items:
+                visual = share_out(tokenized.items, encoders)
+            if tokenized.sounds:
+                audio = audio_from_batch(self.parts, tokenized.batch, input_ids[0], encoders)
+                audio = replace(audio, sources=tokenized.sounds)
+            inputs = ModelInputs.of_sources(self.parts, tokenized.batch, input_ids, visual, audio)
         if visual is None:
             return inputs, None
         readers = []
         for run, items in visual.runs:
             if intersect(run, visual.patches[visual.host]):
-                readers.append((run, self._reader(skeleton, run, items, hosts, timer)))
+                readers.append((run, self._reader(tokenized, run, items, hosts, timer)))
         return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _reader(
-        self, skeleton: Skeleton, run: range, items: range, hosts: HostGroup, timer: StageTimer
+        self,
+        tokenized: TokenizedPrompt,
+        run: range,
+        items: range,
+        hosts: HostGroup,
+        timer: StageTimer,
     ) -> VideoReader | ImageReader:
         """Make the reader of a video, or of adjacent images.
 
@@ -375,14 +383,14 @@ class PromptReader:
             run: the temporal patches of these.
             items: their numbers among the prompt's items.
         """
-        source = skeleton.sources[items[0]]
+        source = tokenized.sources[items[0]]
         if isinstance(source, Picture):
             return ImageReader(
-                pictures=tuple(skeleton.sources[item] for item in items),
+                pictures=tuple(tokenized.sources[item] for item in items),
                 processor=self.processor,
                 timer=timer,
                 is_untiled=(
-                    self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
+                    self.parts.family == "llava_onevision" and len(tokenized.rendered.pictures) > 1
                 ),
             )
         return VideoReader(

@@ -68,7 +68,7 @@ class SampledVideo:
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class TokenizedPrompt:
     """Prompt that was read except for its pixels, so that a request needs no further reading on
     this host.
 
@@ -96,7 +96,7 @@ def lay_out(
     videos: Sequence[SampledVideo],
     sounds: Sequence[Sound],
     tokenizing: AbstractContextManager,
-) -> Skeleton:
+) -> TokenizedPrompt:
     """Lay out a prompt of videos, images and audio clips.
 
     Args:
@@ -165,7 +165,7 @@ def lay_out(
             num_bytes = PIXEL_COPIES * image_bytes * num_tokens // num_image_tokens
             items.append(_image_item(picture, num_tokens, num_bytes))
             sources.append(picture)
-    return Skeleton(
+    return TokenizedPrompt(
         rendered=rendered,
         videos=tuple(videos),
         batch=_merged(batches, [batch for _, batch in heard]),

@@ -68,7 +68,7 @@ class SplitPrompt:
         return row_of_token[tokens]
 
 
-class Watcher:
+class PrefillObserver:
     """Observer of one prompt's prefill; every host observes the tokens that it keeps.
 
     The base class observes nothing.
@@ -156,20 +156,20 @@ class Watcher:
 
 
 @contextmanager
-def shown_to(
-    watcher: Watcher | None,
+def observed_by(
+    observer: PrefillObserver | None,
     prompt: SplitPrompt,
     decoder: nn.Module,
     attention: LayerAttention,
     has_context: bool = True,
     has_question: bool = True,
 ) -> Iterator[LayerAttention]:
-    """Let a watcher observe a forward pass; yield the attention to run it with.
+    """Let an observer observe a forward pass; yield the attention to run it with.
 
     A pass without context has only the question, and its attention gets the keys that this host
     keeps.
     """
-    if watcher is None:
+    if observer is None:
         yield attention
         return
     device = prompt.hosts.device
@@ -184,21 +184,21 @@ def shown_to(
 
     def observed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         rows = torch.arange(k.shape[2], device=device) if owned is None else owned
-        watcher.on_layer(q[:, :, question], k, scale, rows)
+        observer.on_layer(q[:, :, question], k, scale, rows)
         return attention(q, k, v, scale, layer)
 
     thread = get_ident()
     with ExitStack() as hooks:
-        for layer in watcher.hidden_layers:
+        for layer in observer.hidden_layers:
 
             def observe(module, args, kwargs, layer=layer):
                 if get_ident() == thread:  # another may decode with the same model
                     hidden = args[0] if args else kwargs["hidden_states"]
-                    watcher.on_hidden(layer, hidden[0], question, owned)
+                    observer.on_hidden(layer, hidden[0], question, owned)
 
             hook = decoder.layers[layer].register_forward_pre_hook(observe, with_kwargs=True)
             hooks.callback(hook.remove)
-        if has_question and watcher.wants_attention:
+        if has_question and observer.wants_attention:
             yield observed_attention
         else:
             yield attention
