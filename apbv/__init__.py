@@ -15,33 +15,40 @@ from .config import (
     SpeculativeConfig,
     VideoConfig,
 )
+from .errors import (
+    ApbvError,
+    BackendUnavailableError,
+    HostError,
+    InvalidConfigError,
+    InvalidRequestError,
+    ModelOutputError,
+    NotEnoughMemoryError,
+    RequestCancelled,
+    StorageError,
+    UnsupportedModelError,
+)
 from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .generated import GenerateResult
-    from .hosts import HostError, HostGroup
+    from .hosts import HostGroup
     from .input.audio import AudioError
     from .input.model_inputs import ModelInputs
     from .input.video import VideoError
     from .input.visual import PromptError
-    from .kv.facts import StorageError
     from .planning import Plan, plan
-    from .prefilling.cancelling import RequestCancelled
     from .prefilling.forward import prefill
     from .prefilling.load import load
-    from .prefilling.memory import NotEnoughMemoryError
     from .prefilling.result import PrefillResult
 
 __version__ = "0.2.0"
 
 # The submodules of what needs torch and transformers, which take seconds to import: on first use
 # (PEP 562).
-_HOMES = {
+_SUBMODULES = {
     "Engine": "engine",
     "GenerateResult": "generated",
-    "RequestCancelled": "prefilling.cancelling",
-    "HostError": "hosts",
     "HostGroup": "hosts",
     "AudioError": "input.audio",
     "ModelInputs": "input.model_inputs",
@@ -50,30 +57,37 @@ _HOMES = {
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",
-    "NotEnoughMemoryError": "prefilling.memory",
     "plan": "planning",
     "Plan": "planning",
-    "StorageError": "kv.facts",
 }
 
 __all__ = [
-    *(
-        "DecodeConfig",
-        "PrefillConfig",
-        "ReduceConfig",
-        "ReuseConfig",
-        "SamplingParams",
-        "SparseConfig",
-    ),
-    *("SpeculativeConfig", "VideoConfig"),
-    *_HOMES,
+    "ApbvError",
+    "BackendUnavailableError",
+    "DecodeConfig",
+    "HostError",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "ModelOutputError",
+    "NotEnoughMemoryError",
+    "PrefillConfig",
+    "ReduceConfig",
+    "RequestCancelled",
+    "ReuseConfig",
+    "SamplingParams",
+    "SparseConfig",
+    "SpeculativeConfig",
+    "StorageError",
+    "UnsupportedModelError",
+    "VideoConfig",
+    *_SUBMODULES,
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, or a submodule, which is imported now."""
-    if name in _HOMES:
-        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    if name in _SUBMODULES:
+        value = getattr(import_module(f".{_SUBMODULES[name]}", __name__), name)
         setattr(sys.modules[__name__], name, value)
         return value
     submodule = f"{__name__}.{name}"

@@ -21,18 +21,23 @@ from .config.checks import require_type
 from .decode.answer import finish_reason
 from .decode.batch import Batch, Member, model_batching_obstacle
 from .decode.text import AnswerText
+from .errors import (
+    ErrorReport,
+    InvalidConfigError,
+    InvalidRequestError,
+    NotEnoughMemoryError,
+    RequestCancelled,
+)
 from .generated import GenerateResult
 from .grammar import Grammars
-from .hosts import AgreedError, HostGroup
+from .hosts import HostGroup
 from .input.prompt_reader import PromptReader
 from .input.request import Question, Request
 from .input.tokenized_prompt import SampledVideo
 from .model.attention import apbv_attention
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .model.parts import ModelParts, hybrid_family
-from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
-from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.pruning import require_usable
@@ -76,13 +81,31 @@ class _EndedAnswer:
         number: the question's.
         tokens: the answer.
         summary: metrics of its draft; None: there was none.
-        failure: why it failed; None: it did not.
+        failure: the error that it ended with; None: it did not fail.
     """
 
     number: int
     tokens: list[int]
     summary: dict[str, Any] | None
-    failure: str | None
+    failure: ErrorReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the end JSON-ready, for :meth:`from_json` on another host."""
+        failure = None if self.failure is None else self.failure.to_json()
+        return {
+            "number": self.number,
+            "tokens": self.tokens,
+            "summary": self.summary,
+            "failure": failure,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "_EndedAnswer":
+        """Return the end that :meth:`to_json` made."""
+        failure = record["failure"]
+        if failure is not None:
+            failure = ErrorReport.from_json(failure)
+        return cls(**{**record, "failure": failure})
 
 
 class Engine:
@@ -115,8 +138,9 @@ class Engine:
         videos: remembers what was found in the video files that were asked about.
 
     Raises:
-        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the
-            model or needs to watch a prefill that ``reuse`` would skip.
+        UnsupportedModelError: the model is not supported.
+        InvalidConfigError: the strategy is unknown, or the draft does not fit the model or needs to
+            observe a prefill that ``reuse`` would skip.
     """
 
     def __init__(
@@ -219,13 +243,14 @@ class Engine:
             adapter: a directory or hub id of a PEFT adapter to merge into the model ``name``.
 
         Raises:
-            ValueError: the model does not exist or is not supported, or its adapter cannot be
-                merged.
+            UnsupportedModelError: the model does not exist or is not supported, or its adapter
+                cannot be merged.
+            InvalidConfigError: settings contradict one another.
             HostError: another host failed to load it.
         """
         _require_types(hosts, prefill, speculate, reuse, decode)
         if not isinstance(name, str | Path):
-            raise ValueError(f"a model must be a name or a path, not {name!r:.80}")
+            raise InvalidConfigError(f"a model must be a name or a path, not {name!r:.80}")
         hosts = hosts or HostGroup.from_env()
         is_demo = str(name) == "demo"
         config = prefill or PrefillConfig()
@@ -270,7 +295,7 @@ class Engine:
                 one.
 
         Raises:
-            ValueError, HostError: as :meth:`generate`.
+            InvalidRequestError, HostError: as :meth:`generate`.
         """
         question: dict[str, Any] = {
             "prompt": demo.DEMO_QUESTION,
@@ -317,10 +342,12 @@ class Engine:
                 :meth:`apbv.ModelInputs.at_vllm_positions`).
 
         Raises:
-            ValueError, HostError: as :meth:`generate`.
+            InvalidRequestError, HostError: as :meth:`generate`.
         """
         if self.model is None:
-            raise ValueError("a draft host does not prefill; call this on the target's hosts")
+            raise InvalidConfigError(
+                "a draft host does not prefill; call this on the target's hosts"
+            )
         with self.hosts.local_stage("reading the settings") as agreement:
             question = Question(
                 prompt=prompt,
@@ -408,7 +435,8 @@ class Engine:
 
         Raises:
             RequestCancelled: ``stop`` returned true before the first token.
-            ValueError: the prompt, the file or a length cannot be handled; the message says why.
+            InvalidRequestError: the prompt, the file or a length cannot be handled; the message
+                says why.
             HostError: another host failed.
             Exception: what a callback raised, which ends the answer; on the other hosts a
                 HostError.
@@ -428,7 +456,7 @@ class Engine:
             else:
                 require_type(SamplingParams, sampling=sampling)
                 if named_params != SamplingParams():
-                    raise ValueError(
+                    raise InvalidRequestError(
                         "pass sampling or max_new_tokens, temperature, top_p and seed, not both"
                     )
             question = Question(
@@ -518,12 +546,13 @@ class Engine:
             failed alone, the error instead.
 
         Raises:
-            ValueError: ``max_together`` is less than 1, or a question of a list is not such a dict,
-                before any is answered. One that an iterator yields is answered by the error.
+            InvalidRequestError: ``max_together`` is less than 1, or a question of a list is not
+                such a dict, before any is answered. One that an iterator yields is answered by the
+                error.
             HostError: the hosts can no longer work together.
         """
         if max_together < 1:
-            raise ValueError(f"max_together must be at least 1, not {max_together}")
+            raise InvalidConfigError(f"max_together must be at least 1, not {max_together}")
         hosts = self.hosts
         # A list is checked at once; an iterator's questions are checked as they are answered.
         is_checked = isinstance(questions, Sequence)
@@ -605,12 +634,15 @@ class Engine:
 
     def _ended(
         self, running: "_RunningAnswer", answer: "_EndedAnswer"
-    ) -> GenerateResult | AgreedError:
+    ) -> GenerateResult | Exception:
         """Return the result of an answer that has ended, or why it failed; collective."""
         running.decode_stage.close()
-        if answer.failure is not None:
-            return AgreedError(answer.failure)
         begun = running.begun
+        if running.member is not None and running.member.error is not None:
+            return running.member.error
+        if answer.failure is not None:
+            decode_host = self.hosts.name_of(begun.read.request.decode_host)
+            return answer.failure.error(decode_host, "decode")
         answered = self._decode_loop.answered(begun, answer.tokens, answer.summary)
         return self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
 
@@ -652,11 +684,13 @@ class Engine:
                 ended_here = []
                 for number, member in members.items():
                     if member.has_ended:
-                        failure = None if member.error is None else str(member.error)
+                        failure = None
+                        if member.error is not None:
+                            failure = ErrorReport.of(member.error)
                         answer = _EndedAnswer(number, member.tokens, member.summary(), failure)
-                        ended_here.append(asdict(answer))
+                        ended_here.append(answer.to_json())
                 for of_host in self.hosts.gather_json(ended_here):
-                    ended += [_EndedAnswer(**fields_of_answer) for fields_of_answer in of_host]
+                    ended += [_EndedAnswer.from_json(record) for record in of_host]
         return ended
 
     @property
@@ -862,7 +896,7 @@ class Engine:
         """Return a request with all sampling parameters, and its grammar compiled, if it has one.
 
         Raises:
-            ValueError: the grammar cannot be compiled; on all hosts.
+            InvalidRequestError: the grammar cannot be compiled; on all hosts.
         """
         sampling = request.sampling.filled(self.sampling)
         request = replace(request, sampling=sampling)
@@ -924,7 +958,8 @@ class Engine:
         question may have shaped, but embeddings it does.
 
         Raises:
-            ValueError: visual tokens are pruned from prompts, which a consumer would read whole.
+            InvalidRequestError: visual tokens are pruned from prompts, which a consumer would read
+                whole.
         """
         refuse(handing_over="for_kv_export()", **self.prefill_config.features)
         refuse(offering="for_kv_export()", rope_by_length=self.parts.rope_by_length)
@@ -962,13 +997,13 @@ def _require_question(number: int, question: Any) -> None:
     known = [*(each.name for each in fields(Question)), "sampling"]
     example = "such as {'prompt': 'What happens?', 'video': 'clip.mp4'}"
     if not isinstance(question, Mapping):
-        raise ValueError(
+        raise InvalidRequestError(
             f"question {number} must be a dict of generate's arguments, {example}, not "
             f"{question!r:.80}"
         )
     unknown = [name for name in question if name not in known]
     if unknown:
-        raise ValueError(
+        raise InvalidRequestError(
             f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question "
             f"takes {', '.join(known)}"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .device_copy import to_device
+from .errors import BackendUnavailableError, InvalidRequestError
 from .grammar_checks import GrammarChecks
 from .reporting import raised_as
 from .schemas import prepared
@@ -63,8 +64,8 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     """Return the right side of a grammar's rule for JSON that follows a schema.
 
     Raises:
-        ValueError: it is not a schema, allows no value, or has references that lead back to
-            themselves without an end.
+        InvalidRequestError: it is not a schema, allows no value, or has references that lead back
+            to themselves without an end.
         RecursionError: it is too deep.
     """
     rule_schema = {**prepared(json.dumps(schema)), "x-guidance": _SPACING}
@@ -83,14 +84,16 @@ class Grammars:
         eos_token_ids: tokens that are allowed once an answer is complete.
 
     Raises:
-        ValueError: llguidance is not installed, or does not know this kind of tokenizer.
+        InvalidRequestError: llguidance is not installed, or does not know this kind of tokenizer.
     """
 
     def __init__(self, tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
         try:
             from llguidance import hf
         except ImportError as error:
-            raise ValueError(f"JSON schemas need llguidance: {how_to_install('json')}") from error
+            raise BackendUnavailableError(
+                f"JSON schemas need llguidance: {how_to_install('json')}"
+            ) from error
         eos_tokens = list(eos_token_ids) or tokenizer.eos_token_id
         self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, eos_tokens)
         plain = copy(tokenizer.backend_tokenizer)  # as hf.from_tokenizer passes it on
@@ -102,7 +105,7 @@ class Grammars:
         """Check and compile a schema, or a grammar instead, for an answer that has no tokens yet.
 
         Raises:
-            ValueError: it is invalid, too long, too complex, or uses unsupported features.
+            InvalidRequestError: it is invalid, too long, too complex, or uses unsupported features.
             GrammarCheckError: it could not be checked.
         """
         self.check(json_schema, grammar)
@@ -120,24 +123,26 @@ class Grammars:
             is_wanted: asked several times a second whether to go on.
 
         Raises:
-            ValueError: it is invalid, too long, too complex, or uses unsupported features.
+            InvalidRequestError: it is invalid, too long, too complex, or uses unsupported features.
             GrammarCheckError: it could not be checked.
         """
         reason = self._checks.reason_against(_for_matcher(json_schema, grammar), is_wanted)
         if reason:
-            raise ValueError(f"this {_kind(grammar)} {reason}")
+            raise InvalidRequestError(f"this {_kind(grammar)} {reason}")
 
     def compile(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
         """Compile a schema, or a grammar instead, that :meth:`check` accepted on any host.
 
         Raises:
-            ValueError: it is not supported.
+            InvalidRequestError: it is not supported.
         """
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer, _for_matcher(json_schema, grammar), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"this {_kind(grammar)} is not supported: {matcher.get_error():.200}")
+            raise InvalidRequestError(
+                f"this {_kind(grammar)} is not supported: {matcher.get_error():.200}"
+            )
         return Grammar(matcher)
 
 
@@ -149,15 +154,15 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
     """Return a schema, or a grammar instead, in the form that llguidance's ``LLMatcher`` takes.
 
     Raises:
-        ValueError: it is too long, or not JSON.
+        InvalidRequestError: it is too long, or not JSON.
     """
     from llguidance import LLMatcher
 
     kind = _kind(grammar)
     text = json_schema if grammar is None else grammar
     if len(text) > _MAX_SCHEMA_CHARS:
-        raise ValueError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
-    with raised_as(ValueError, f"not a valid {kind}", ValueError, RecursionError):
+        raise InvalidRequestError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
+    with raised_as(InvalidRequestError, f"not a valid {kind}", ValueError, RecursionError):
         if grammar is not None:
             return LLMatcher.grammar_from_lark(grammar)
         schema = json.dumps(prepared(json_schema))

@@ -6,6 +6,8 @@ A run of consecutive token positions is a ``range`` with step 1.
 
 from dataclasses import dataclass, replace
 
+from .errors import InvalidRequestError
+
 # The shortest default anchor and passing block of a prompt that is split: with shorter ones a
 # pretrained model's answers were less accurate (docs/accuracy.md).
 FEWEST_ANCHOR = 128
@@ -15,7 +17,7 @@ FEWEST_PASSING = 256
 ACCURATE_PASSING = 32
 
 
-class LayoutError(ValueError):
+class LayoutError(InvalidRequestError):
     """Requested lengths do not fit the input; the message names every number involved."""
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_type
+from .errors import InvalidConfigError, InvalidRequestError
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import ContextLayout, LayoutError
@@ -172,16 +173,16 @@ def plan(
             On a CPU the hosts are assumed to share this machine's memory.
 
     Raises:
-        ValueError: the model is unknown or not supported; neither frames nor tokens were given, or
-            both; or visual tokens are to be pruned from a text.
+        InvalidConfigError: the model is unknown or not supported; neither frames nor tokens were
+            given, or both; or visual tokens are to be pruned from a text.
     """
     require_type(PrefillConfig, prefill=prefill)
     require_type(SpeculativeConfig, speculate=speculate)
     prefill = prefill or PrefillConfig()
     if (num_frames is None) == (tokens is None):
-        raise ValueError("give either the frames of a video or the tokens of a text")
+        raise InvalidConfigError("give either the frames of a video or the tokens of a text")
     if prefill.reduce is not None and num_frames is None:
-        raise ValueError(
+        raise InvalidConfigError(
             f"{prefill.reduce.method} prunes visual tokens: give the frames of a video"
         )
     _require_positive(
@@ -227,7 +228,7 @@ def _require_positive(**counts: int | None) -> None:
     """Raise ValueError for a count that is not a whole number of at least 1; None is allowed."""
     for name, count in counts.items():
         if count is not None and not (type(count) is int and count >= 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
+            raise InvalidConfigError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 @dataclass(frozen=True)
@@ -417,18 +418,18 @@ def parse_resolution(text: str) -> tuple[int, int]:
     """Return (height, width) of "720x1280", or of "720p", with an aspect ratio of 16:9.
 
     Raises:
-        ValueError: the text is neither.
+        InvalidConfigError: the text is neither.
     """
     match = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
+        raise InvalidConfigError(f"{text!r} is not a resolution: use HxW, or such as 720p")
     height = int(match[1])
     if match[2] is not None:
         return height, int(match[2])
     return height, 2 * round(height * 8 / 9)
 
 
-class _TooManyFramesError(ValueError):
+class _TooManyFramesError(InvalidRequestError):
     """Raised if a model's processor leaves no pixel for each frame of a video."""
 
 
@@ -463,16 +464,16 @@ def video_size(
         processor: transformers' for this model.
 
     Raises:
-        ValueError: the model reads no video, its processor is not there, or it cannot read this
-            number of frames.
+        InvalidConfigError: the model reads no video, its processor is not there, or it cannot read
+            this number of frames.
     """
     if config.model_type in IMAGE_FAMILIES:
-        raise ValueError(
+        raise InvalidConfigError(
             f"{config.model_type} models read images only: give the tokens of a prompt, not the "
             "frames of a video"
         )
     if processor is None:
-        raise ValueError(
+        raise InvalidConfigError(
             f"a video plan needs the processor of the {config.model_type} model, not only its "
             "config"
         )
@@ -524,7 +525,7 @@ def _draft_memory(
     if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
         return None
     if settings.draft_model is None:
-        raise ValueError(f"{settings.strategy} needs a draft_model")
+        raise InvalidConfigError(f"{settings.strategy} needs a draft_model")
     _, config, _ = _describe(settings.draft_model, demo.draft_path)
     itemsize = _itemsize(config, dtype)
     return _DraftMemory(
@@ -553,10 +554,10 @@ def _itemsize(config: PreTrainedConfig, dtype: str | torch.dtype) -> int:
     """Return the bytes per number of the dtype in which a model's weights would be loaded.
 
     Raises:
-        ValueError: the dtype is unknown.
+        InvalidConfigError: the dtype is unknown.
     """
     if dtype not in DTYPE_NAMES and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
+        raise InvalidConfigError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     if dtype == "auto":
         dtype = (
             getattr(config, "dtype", None)

@@ -7,6 +7,8 @@ needs no entry.
 
 from typing import NamedTuple
 
+from .errors import InvalidConfigError
+
 
 class Conflict(NamedTuple):
     """Two features that exclude each other.
@@ -192,7 +194,7 @@ def refuse(**features: str | bool | None) -> None:
             None if a feature is not requested.
 
     Raises:
-        ValueError: two features are incompatible; the message says why.
+        InvalidConfigError: two features are incompatible; the message says why.
         TypeError: a name is not in the table: a mistake of the caller.
     """
     unknown = features.keys() - _FEATURES
@@ -200,4 +202,4 @@ def refuse(**features: str | bool | None) -> None:
         raise TypeError(f"unknown features: {', '.join(sorted(unknown))}")
     for conflict in CONFLICTS:
         if features.get(conflict.first) and features.get(conflict.second):
-            raise ValueError(conflict.reason.format(**features))
+            raise InvalidConfigError(conflict.reason.format(**features))

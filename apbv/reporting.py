@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,15 +49,24 @@ def raised_as(kind: type[Exception], what: str, *caught: type[Exception]) -> Ite
         raise kind(f"{what}: {error}") from error
 
 
-def report_error(text: str) -> None:
+def report_fault(error: BaseException) -> None:
+    """Print the traceback of a fault of this package, which ends this process."""
+    report_error("".join(traceback.format_exception(error)).rstrip(), on_every_process=True)
+
+
+def report_error(text: str, on_every_process: bool = False) -> None:
     """Print the reason why this process exits.
 
     Under torchrun once per machine, and in torchrun's summary, too.
+
+    Args:
+        on_every_process: print it here even if another process of this machine prints its own.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             extra = {"timestamp": str(int(time.time()))}  # as torchrun's record has it
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-    if path is None or os.environ.get("LOCAL_RANK", "0") == "0":
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if path is None or is_first or on_every_process:
         sys.stderr.write(f"{text}\n")  # one write: hosts share the terminal

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from .errors import InvalidRequestError
+
 Schema = dict[str, Any]
 
 # Keywords by what is below them: one schema, a list of schemas, or schemas by name.
@@ -56,17 +58,17 @@ def prepared(json_schema: str) -> Schema:
     because none of these names all properties. Formats that are not known are left out.
 
     Raises:
-        ValueError: it is not a schema, allows no value, or has references that lead back to
-            themselves without an end.
+        InvalidRequestError: it is not a schema, allows no value, or has references that lead back
+            to themselves without an end.
         RecursionError: it is too deep.
     """
     root = json.loads(json_schema)
     if root is True:
         return {}
     if root is False:
-        raise ValueError("the schema false allows no answer")
+        raise InvalidRequestError("the schema false allows no answer")
     if not isinstance(root, dict):
-        raise ValueError("a schema must be an object or true")
+        raise InvalidRequestError("a schema must be an object or true")
     references = _References(root)
     schemas, shared = _applied(root, references)
     _require_an_end(schemas, references)
@@ -217,7 +219,7 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
     It has no finite value.
 
     Raises:
-        ValueError: there is such a schema; the message names its place.
+        InvalidRequestError: there is such a schema; the message names its place.
     """
     needs = {key: _needs(schema, references) for key, (schema, _) in schemas.items()}
     needed_by = defaultdict(list)
@@ -237,7 +239,7 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
             waiting += needed_by[key]
     endless = [place for key, (_, place) in schemas.items() if key not in ending]
     if endless:
-        raise ValueError(
+        raise InvalidRequestError(
             f"its references lead back to themselves without an end, at {endless[0]:.200}"
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .errors import StorageError
 from .hosts import HostGroup, Moment
 from .reporting import raised_as
 
@@ -320,10 +321,10 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
     """Append records to a JSONL file.
 
     Raises:
-        ValueError: the file cannot be written.
+        StorageError: the file cannot be written.
     """
     with (
-        raised_as(ValueError, f"cannot write {path}", OSError),
+        raised_as(StorageError, f"cannot write {path}", OSError),
         open(path, "a", encoding="utf-8") as file,
     ):
         file.writelines(json.dumps(record) + "\n" for record in records)

@@ -26,13 +26,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import HostError
 
 # isort: split
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from apbv.hosts import HostError
 from apbv.planning import parse_resolution
 
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of

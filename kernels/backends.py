@@ -18,7 +18,13 @@ _INTERPRETED_PROCESSORS = 8
 
 
 class BackendError(ValueError):
-    """Raised if the requested backend cannot compute this; the message says why."""
+    """Raised if the requested backend cannot compute this; the message says why.
+
+    Attributes:
+        kind: the code of the kind of errors to which it belongs, for programs that sort theirs.
+    """
+
+    kind = "backend"
 
 
 def requested(backend: str = "auto") -> str:

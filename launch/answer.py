@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup, SamplingParams
+from apbv.errors import InvalidRequestError, StorageError
 from apbv.input.audio import AudioError, has_audio
 from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         progress_delay: seconds before a progress bar is shown.
 
     Raises:
-        ValueError: a source cannot be read, a file cannot be written, or the engine rejects the
+        StorageError: a source cannot be read, a file cannot be written, or the engine rejects the
             request.
         HostError: another host failed.
     """
@@ -102,7 +103,7 @@ def read_sources(options: argparse.Namespace) -> str | None:
     A video's frames are not listed yet: that takes long for long videos, and is part of answering.
 
     Raises:
-        ValueError: a file cannot be read, or is not a video, image or audio file.
+        StorageError: a file cannot be read, or is not a video, image or audio file.
     """
     for path in options.image or ():
         Picture.of(path)
@@ -115,7 +116,10 @@ def read_sources(options: argparse.Namespace) -> str | None:
     if not options.context:
         return None
     with raised_as(
-        ValueError, f"cannot read the context {options.context}", OSError, UnicodeDecodeError
+        InvalidRequestError,
+        f"cannot read the context {options.context}",
+        OSError,
+        UnicodeDecodeError,
     ):
         return Path(options.context).read_text(encoding="utf-8")
 
@@ -124,11 +128,11 @@ def require_writable(path: Path) -> None:
     """Check before the work starts, and without leaving a file, that the metrics can be written.
 
     Raises:
-        ValueError: they cannot.
+        StorageError: they cannot.
     """
     to_write = path if path.exists() else path.parent
     if path.is_dir() or not os.access(to_write, os.W_OK):
-        raise ValueError(f"--json {path} cannot be written")
+        raise StorageError(f"--json {path} cannot be written")
 
 
 def table(answer: GenerateResult, num_hosts: int) -> str:

@@ -31,6 +31,7 @@ from apbv.config import (
     SpeculativeConfig,
     VideoConfig,
 )
+from apbv.errors import ApbvError, InvalidConfigError
 from apbv.reporting import raised_as, report_error
 
 if TYPE_CHECKING:
@@ -203,10 +204,10 @@ class OptionParser(argparse.ArgumentParser):
 
     @contextmanager
     def rejecting(self) -> Iterator[None]:
-        """Exit with a one-line error if the block finds that options are wrong, by a ValueError."""
+        """Exit with a one-line error if the block finds that options are wrong."""
         try:
             yield
-        except ValueError as error:
+        except ApbvError as error:
             self.error(str(error))
 
 
@@ -395,7 +396,7 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     video = given(options, VideoConfig)
     reduction = given(options, ReduceConfig)
     if reduction and "method" not in reduction:
-        raise ValueError("--reduce-ratio needs --reduce")
+        raise InvalidConfigError("--reduce-ratio needs --reduce")
     if "chunk_bytes" in video:
         video["chunk_bytes"] *= _MIB
     return PrefillConfig(
@@ -410,7 +411,7 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
     """Build the sparse-attention config, if any, also for a sparse prefill method.
 
     Raises:
-        ValueError: an option has no effect.
+        InvalidConfigError: an option has no effect.
     """
     settings = given(options, SparseConfig)
     if not settings:
@@ -427,7 +428,7 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
             needed = f"--sparse or --method {owner}"
             if owner is None:
                 needed = "--sparse, or a sparse --method"
-            raise ValueError(f"--{setting.name.replace('_', '-')} needs {needed}")
+            raise InvalidConfigError(f"--{setting.name.replace('_', '-')} needs {needed}")
     settings["method"] = method
     return SparseConfig(**settings)
 
@@ -448,8 +449,8 @@ def load_engine(
     """Load the engine that the options describe; collective.
 
     Raises:
-        ValueError: options are incompatible, or the model does not exist or has an adapter that
-            does not fit.
+        InvalidConfigError: options are incompatible, or the model does not exist or has an adapter
+            that does not fit.
         HostError: another host failed to load it.
     """
     from apbv import Engine
@@ -513,11 +514,11 @@ def load_function(name: str) -> Callable:
     """Import a function by its name, ``package.module:function``.
 
     Raises:
-        ValueError: the function does not exist.
+        InvalidConfigError: the function does not exist.
     """
     module, _, function = name.partition(":")
     what = f"cannot load {name} (expected MODULE:FUNCTION)"
-    with raised_as(ValueError, what, ImportError, AttributeError, ValueError):
+    with raised_as(InvalidConfigError, what, ImportError, AttributeError, ValueError):
         return getattr(importlib.import_module(module), function)
 
 

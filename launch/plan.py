@@ -6,13 +6,14 @@
     python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --reduce fastvid \
         --reduce-ratio 0.25
 
-The exit status is 0 if it fits, and 1 if it does not.
+The exit status is 0 if it fits, and 1 if it does not; errors have others (docs/library.md).
 """
 
 import argparse
 import sys
 
 from apbv.config import DTYPE_NAMES, SpeculativeConfig
+from apbv.errors import ApbvError
 from apbv.launch.options import (
     PREFILL,
     REDUCE,
@@ -100,9 +101,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             tensor_parallel=options.tensor_parallel,
             dtype=options.dtype,
         )
-    except ValueError as error:
+    except ApbvError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return error.exit_status
     print(planned)
     return 0 if planned.fits else 1
 

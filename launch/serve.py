@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apbv.config import REUSE_MODES, ReuseConfig
+from apbv.errors import BackendUnavailableError, InvalidConfigError
 from apbv.launch.options import (
     ANSWER_LENGTH,
     SAMPLING,
@@ -214,12 +215,15 @@ def check_requests(options: argparse.Namespace) -> None:
     """Reject options of :func:`add_request_options` and :func:`add_reuse_options`.
 
     Raises:
-        ValueError: an option is rejected, or a package that answers requests is not installed.
+        InvalidConfigError: an option is rejected, or a package that answers requests is not
+            installed.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise ValueError(f"the server needs {', '.join(missing)}: {how_to_install('serve')}")
+        raise BackendUnavailableError(
+            f"the server needs {', '.join(missing)}: {how_to_install('serve')}"
+        )
     if options.media_dir is not None and not options.media_dir.is_dir():
-        raise ValueError(f"--media-dir {options.media_dir} is not a directory")
+        raise InvalidConfigError(f"--media-dir {options.media_dir} is not a directory")
     refuse(reduction=options.reduce, kv_reuse=options.reuse == "kv")
 
 
@@ -227,7 +231,7 @@ def _check(options: argparse.Namespace) -> None:
     """Reject server options that are invalid or incompatible.
 
     Raises:
-        ValueError: an option is rejected, as of :func:`check_requests`.
+        InvalidConfigError: an option is rejected, as of :func:`check_requests`.
     """
     check_requests(options)
     refuse(
@@ -237,15 +241,15 @@ def _check(options: argparse.Namespace) -> None:
     if options.kv_transfer is None:
         for name in ("kv_host", "kv_port", "kv_seconds"):
             if getattr(options, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --kv-transfer")
+                raise InvalidConfigError(f"--{name.replace('_', '-')} needs --kv-transfer")
     last = (options.kv_port or 0) + int(os.environ.get("WORLD_SIZE", 1)) - 1
     if options.kv_port is not None and not 0 <= options.kv_port <= last <= _LAST_PORT:
-        raise ValueError(
+        raise InvalidConfigError(
             f"--kv-port must leave a port up to {_LAST_PORT} for each process, not "
             f"{options.kv_port}"
         )
     if options.kv_port and options.kv_port <= options.port <= last:
-        raise ValueError(
+        raise InvalidConfigError(
             f"--port {options.port} is one of the ports {options.kv_port} .. {last} of --kv-port"
         )
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. A module may import from lower layers only; a package named here stands for
 # the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
+    ("apbv.errors",),
     ("apbv.refusals",),
     (
         "apbv.torchvision_guard",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+from ..errors import InvalidRequestError
 from .checks import Checked, instance_of, integer, number, one_of
 from .names import CUDA_GRAPH_MODES, GENERATION_CONFIGS, REUSE_MODES
 
@@ -24,7 +25,7 @@ class DecodeConfig(Checked):
             parameters that a request leaves open. ``"neutral"``: these have no effect.
 
     Raises:
-        ValueError: a mode is unknown.
+        InvalidRequestError: a mode is unknown.
     """
 
     cuda_graphs: str = one_of(CUDA_GRAPH_MODES, "auto")
@@ -32,7 +33,7 @@ class DecodeConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(Checked):
+class SamplingParams(Checked, error=InvalidRequestError):
     """Sampling parameters.
 
     Logits get the bias first, then the penalties, then the temperature; the distribution is then
@@ -65,7 +66,7 @@ class SamplingParams(Checked):
         min_tokens: minimum tokens before an end token may be chosen; at most ``max_new_tokens``.
 
     Raises:
-        ValueError: a number is out of range.
+        InvalidRequestError: a number is out of range.
     """
 
     max_new_tokens: int | None = integer(1, 2**20, None)
@@ -91,14 +92,14 @@ class SamplingParams(Checked):
     def __post_init__(self):
         super().__post_init__()
         if self.min_tokens > (self.max_new_tokens or self.min_tokens):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not "
                 f"{self.min_tokens!r}"
             )
         if self.json_schema is not None and self.grammar is not None:
-            raise ValueError("pass either json_schema or grammar, not both")
+            raise InvalidRequestError("pass either json_schema or grammar, not both")
         if self.is_constrained and (self.min_tokens or self.ignore_eos):
-            raise ValueError(
+            raise InvalidRequestError(
                 "json_schema or grammar ends the answer: it excludes min_tokens and ignore_eos"
             )
         # Very low temperatures are greedy: 0.
@@ -157,7 +158,7 @@ class ReuseConfig(Checked, name="reuse "):
         max_bytes: cache limit per host; eviction is LRU.
 
     Raises:
-        ValueError: the mode is unknown, or the bound is not a positive number of bytes.
+        InvalidRequestError: the mode is unknown, or the bound is not a positive number of bytes.
     """
 
     mode: str = one_of(REUSE_MODES, "exact")

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from ..errors import ApbvError, InvalidConfigError, InvalidRequestError
+
 
 class Checked:
     """Validates every field of a dataclass on construction.
@@ -12,17 +14,20 @@ class Checked:
 
     Args:
         name: prefix of a field's name in errors.
+        error: raised for a wrong value.
     """
 
-    def __init_subclass__(cls, name: str = ""):
+    def __init_subclass__(cls, name: str = "", error: type[ApbvError] = InvalidConfigError):
         cls._prefix = name
+        cls._error = error
 
     def __post_init__(self):
         for each in fields(self):
-            value, may_be = getattr(self, each.name), each.metadata.get("may_be")
+            value = getattr(self, each.name)
+            may_be = each.metadata.get("may_be")
             may_be_none = may_be is None or (value is None and each.default is None)
             if not (may_be_none or may_be(value)):
-                raise ValueError(
+                raise self._error(
                     f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}"
                 )
 
@@ -96,7 +101,11 @@ def instance_of(*kinds: type, says: str | None = None, default: Any = None):
 
 
 def require_type(kind: type, **given: Any) -> None:
-    """Raise ValueError unless arguments, by name, are of a class, or None."""
+    """Check that arguments of a request are of a class, or None.
+
+    Raises:
+        InvalidRequestError: one is not; the message names it.
+    """
     for name, value in given.items():
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
+            raise InvalidRequestError(f"{name} must be a {kind.__name__}, not {value!r:.80}")

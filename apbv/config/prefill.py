@@ -4,6 +4,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..errors import InvalidConfigError
 from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of
 from .names import (
@@ -33,7 +34,7 @@ class VideoConfig(Checked):
             chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
 
     Raises:
-        ValueError: a number is not positive.
+        InvalidConfigError: a number is not positive.
     """
 
     threads: int | None = integer(1, 2**12, None)
@@ -69,7 +70,7 @@ class SparseConfig(Checked, name="sparse "):
             computed in every head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
     Raises:
-        ValueError: the method is unknown, or a number is out of range.
+        InvalidConfigError: the method is unknown, or a number is out of range.
     """
 
     method: str = one_of(SPARSE_NAMES, "xattention")
@@ -85,7 +86,7 @@ class SparseConfig(Checked, name="sparse "):
     def __post_init__(self):
         super().__post_init__()
         if self.block_size % self.stride:
-            raise ValueError(
+            raise InvalidConfigError(
                 f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens"
             )
 
@@ -118,7 +119,7 @@ class ReduceConfig(Checked, name="reduce "):
             the prompt is prefilled as without pruning.
 
     Raises:
-        ValueError: the method is unknown, or the ratio out of range.
+        InvalidConfigError: the method is unknown, or the ratio out of range.
     """
 
     method: str = one_of(REDUCER_NAMES)
@@ -190,8 +191,8 @@ class PrefillConfig(Checked):
         reduce: visual-token pruning; None: none.
 
     Raises:
-        ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse
-            attention.
+        InvalidConfigError: a length is negative or absurd, a name is unknown, or the method has no
+            sparse attention.
     """
 
     method: str = one_of(METHOD_NAMES, "apbv")

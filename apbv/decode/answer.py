@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..config import SamplingParams
 from ..device_copy import fetch, to_device
+from ..errors import ModelOutputError
 from ..grammar import Grammar
-from ..hosts import AgreedError
 from ..logprobs import TokenLogprobs, log_probabilities
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
@@ -117,7 +117,7 @@ class Answer:
             logits: ``[V]`` on host 0.
 
         Raises:
-            AgreedError: the logits are NaN or infinite; on every host.
+            ModelOutputError: the logits are NaN or infinite; on every host.
         """
         hosts = self.decoder.hosts
         if not hosts.is_leader:
@@ -206,10 +206,10 @@ class Answer:
         """Reject :data:`NO_TOKEN`; called on every host with the token sent by host 0.
 
         Raises:
-            AgreedError: the token is :data:`NO_TOKEN`.
+            ModelOutputError: the token is :data:`NO_TOKEN`.
         """
         if token == NO_TOKEN:
-            raise AgreedError(
+            raise ModelOutputError(
                 f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its "
                 "answer"
             )
@@ -231,7 +231,7 @@ def generate_tokens(answer: Answer) -> list[int]:
         The answer's tokens.
 
     Raises:
-        AgreedError: the model's logits are NaN or infinite; on every host.
+        ModelOutputError: the model's logits are NaN or infinite; on every host.
     """
     token, has_ended = answer.choose(answer.logits)
     answer.add([token])

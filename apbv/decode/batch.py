@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..device_copy import side_stream, to_device
-from ..hosts.exchange import describe_error
+from ..errors import InvalidConfigError, without_frames
 from ..input.request import Request
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
@@ -82,7 +82,7 @@ class Member:
     def end(self, error: Exception | None = None) -> None:
         """Release the KV; no token follows."""
         # The frames of an error's traceback hold the KV, and this member, which holds the error.
-        self.error = None if error is None else error.with_traceback(None)
+        self.error = None if error is None else without_frames(error)
         self.answer = self.kv = None
 
 
@@ -121,14 +121,15 @@ class Batch:
         parts: the model.
 
     Raises:
-        ValueError: answers of this model cannot be batched; see :func:`model_batching_obstacle`.
+        InvalidConfigError: answers of this model cannot be batched; see
+            :func:`model_batching_obstacle`.
     """
 
     _member: ClassVar[type[Member]] = Member
 
     def __init__(self, parts: ModelParts):
         if obstacle := model_batching_obstacle(parts):
-            raise ValueError(f"cannot batch answers: {obstacle}")
+            raise InvalidConfigError(f"cannot batch answers: {obstacle}")
         self._parts = parts
         self._runner = BatchRunner(parts)
         self._members: list[Member] = []
@@ -153,11 +154,11 @@ class Batch:
             draft: none here; :class:`apbv.speculate.speculative_batch.SpeculativeBatch` takes one.
 
         Raises:
-            ValueError: the KV is not gathered on this host.
+            InvalidConfigError: the KV is not gathered on this host.
         """
         answer = state.begin_answer(self._parts, request)
         if not isinstance(answer.decoder.cache, DynamicCache):
-            raise ValueError("batched decoding needs KV that is gathered on this host")
+            raise InvalidConfigError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         member = self._member(answer)
@@ -215,8 +216,8 @@ class Batch:
         """
         try:
             self.step()
-        except Exception as error:  # whose frames, and those of its causes, hold KV
-            self._members.pop().end(RuntimeError(describe_error(error)))
+        except Exception as error:
+            self._members.pop().end(error)
 
     def _advance(self) -> tuple[list[Member], TokenReader]:
         """Queue the next work on the device.

@@ -12,7 +12,8 @@ from torch import Tensor
 from .. import demo
 from ..config import PrefillConfig, SpeculativeConfig
 from ..engine import Engine
-from ..hosts import HostError, HostGroup
+from ..errors import HostError
+from ..hosts import HostGroup
 from ..kernels.backends import choose
 from ..model.fused import FusedKind, kind_of
 from .examination import Check, CheckFailed, CheckSkipped, Found

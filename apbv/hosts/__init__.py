@@ -5,13 +5,11 @@ Only this package imports torch.distributed.
 """
 
 from .devices import Moment, fair_share_of_cores
-from .exchange import AgreedError, Exchange, HostError, in_thread
+from .exchange import Exchange, in_thread
 from .group import HostGroup, run_on_hosts
 
 __all__ = [
-    "AgreedError",
     "Exchange",
-    "HostError",
     "HostGroup",
     "Moment",
     "fair_share_of_cores",

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .exchange import describe_error
+from ..errors import ErrorReport
 
 _MOST_CHARACTERS = 120  # of a value that a message quotes
-_MOST_ERROR_CHARACTERS = 4096  # of an error that is sent to other processes
 
 
 class Agreement:
@@ -47,28 +46,27 @@ class StageReport:
     """How a stage ended on one process, as it is sent to the others.
 
     Attributes:
-        error: the error's type and message; None: it ended well.
+        error: the error; None: it ended well.
         values: :attr:`Agreement.values`.
     """
 
-    error: str | None
+    error: ErrorReport | None
     values: Mapping[str, Any]
 
     @classmethod
     def of(cls, error: Exception | None, agreement: Agreement) -> "StageReport":
         """Return the report of this process."""
-        text = None if error is None else describe_error(error)[:_MOST_ERROR_CHARACTERS]
-        return cls(text, agreement.values)
+        return cls(None if error is None else ErrorReport.of(error), agreement.values)
 
     def to_json(self) -> list[Any]:
         """Return the report JSON-ready, for :meth:`from_json` on another process."""
-        return [self.error, self.values]
+        return [None if self.error is None else self.error.to_json(), self.values]
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> "StageReport":
         """Return the report that :meth:`to_json` made."""
         error, values = fields
-        return cls(error, values)
+        return cls(None if error is None else ErrorReport.from_json(error), values)
 
     @property
     def digest(self) -> bytes:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import BackendUnavailableError, InvalidConfigError
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -38,21 +40,23 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
             GPUs are shared. Without torchrun it is the current one.
 
     Raises:
-        ValueError: the device does not exist.
+        BackendUnavailableError: the device does not exist.
     """
     try:
         device = torch.device(
             "cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu"
         )
     except RuntimeError as error:
-        raise ValueError(
+        raise InvalidConfigError(
             f"{wanted!r} is not a device: use cpu, cuda, or a GPU such as cuda:0"
         ) from error
     if device.type != "cuda":
         return device
     num_gpus = torch.cuda.device_count()
     if not torch.cuda.is_available() or (device.index or 0) >= num_gpus:
-        raise ValueError(f"no such device: {device}; torch finds {num_gpus} GPUs on this machine")
+        raise BackendUnavailableError(
+            f"no such device: {device}; torch finds {num_gpus} GPUs on this machine"
+        )
     if device.index is not None:
         return device
     local_rank = os.environ.get("LOCAL_RANK")

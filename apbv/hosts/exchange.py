@@ -10,15 +10,6 @@ from typing import Any
 ENDING_SECONDS = 5.0
 
 
-class HostError(RuntimeError):
-    """Raised if another host failed or cannot be reached; the message says which, where and why."""
-
-
-class AgreedError(ValueError):
-    """Raised by all hosts at the same point if a request cannot be answered, so that no group
-    breaks."""
-
-
 class Exchange:
     """A data exchange in flight.
 
@@ -75,8 +66,3 @@ def in_thread(call: Callable[[], Any]) -> Future:
 def _wait_for(thread: weakref.ref[threading.Thread]) -> None:
     if (alive := thread()) is not None:
         alive.join(ENDING_SECONDS)
-
-
-def describe_error(error: BaseException) -> str:
-    """Give an error's type and message, with the undecodable bytes of a file name escaped."""
-    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()

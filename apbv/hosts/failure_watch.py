@@ -20,18 +20,21 @@ because the GPU's queue is full) the heartbeat thread polls. Collectives that ca
 aborted, so that the GPU finishes its queue, with arbitrary numbers, and no wait remains.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .exchange import AgreedError, HostError, describe_error, in_thread
+from ..errors import ApbvError, ErrorReport, HostError, as_kind
+from .exchange import in_thread
 from .heartbeat import Heartbeat, Patience
 
 POLL_SECONDS = 1.0  # between two polls of a collective, or of the store
@@ -112,6 +115,21 @@ class PendingEvent:
             time.sleep(0.0 if seconds < _SPINNING_SECONDS else _NAP_SECONDS)
 
 
+@dataclass(frozen=True)
+class _Posted:
+    """A failure as it stands in the store, as JSON.
+
+    Attributes:
+        report: the error.
+        host: the name of the process that posts it.
+        stage: the stage in which it failed.
+    """
+
+    report: ErrorReport
+    host: str
+    stage: str
+
+
 class FailureWatch:
     """Starts a group's collectives and waits for them.
 
@@ -151,7 +169,7 @@ class FailureWatch:
         self._communicators = communicators
         self._question: Future | None = None  # to the store, as yet unanswered
         self._stages = 0  # with exchanges, nested
-        self._noticed: HostError | None = None  # by the heartbeat's thread
+        self._noticed: ApbvError | None = None  # by the heartbeat's thread
         self._breaking = threading.Lock()
         if communicators is not None:
             heartbeat.also(self.look)
@@ -173,19 +191,24 @@ class FailureWatch:
         try:
             with self.working(stage):
                 yield
-        except AgreedError:
-            raise
-        except HostError:
-            self._break()
-            raise
-        except BaseException as error:
+        except BaseException as caught:
+            error = as_kind(caught)
+            if isinstance(error, ApbvError):
+                if error.is_agreed:
+                    raise
+                # Another process failed, and has told all.
+                if isinstance(error, HostError) or error.host is not None:
+                    self._break()
+                    raise
             # The GPU's results after an abort are invalid and may cause any error.
             if self._noticed is not None and isinstance(error, Exception):
                 raise self._noticed from error
             if has_others:
                 self.post(stage, error)
                 self._break()
-            raise
+            if error is caught:
+                raise
+            raise error from caught
         finally:
             self._stages -= 1
 
@@ -251,9 +274,9 @@ class FailureWatch:
         try:
             failure = self._read_failure()
         except RuntimeError:
-            failure = _LOST_STORE
+            failure = HostError(_LOST_STORE)
         if failure is not None:
-            self._noticed = HostError(failure)
+            self._noticed = failure
             self._break()
 
     def require_whole(self) -> None:
@@ -283,9 +306,10 @@ class FailureWatch:
 
     def post(self, stage: str, error: BaseException) -> None:
         """Post to the others that this process failed in a stage."""
-        self._tell(f"{self._name} failed in {stage}: {describe_error(error)}")
+        self._tell(_Posted(ErrorReport.of(error), self._name, stage))
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, posted: "_Posted") -> None:
+        text = json.dumps(asdict(posted))
         # If the store's host is gone or unreachable, the others notice that themselves.
         wait_for_futures([in_thread(lambda: self._store.set(_FAILURE_KEY, text))], GRACE_SECONDS)
 
@@ -314,7 +338,7 @@ class FailureWatch:
             text += "; the hosts' key-value store does not answer either: the network may be cut"
         return HostError(text)
 
-    def _posted_failure(self, patience: Patience | None = None) -> HostError | None:
+    def _posted_failure(self, patience: Patience | None = None) -> ApbvError | None:
         """Return the failure that the store holds, if any.
 
         If the store does not answer at once, a later call reads its answer.
@@ -332,25 +356,24 @@ class FailureWatch:
             return None
         self._question = None
         try:
-            text, *beats = question.result()
+            failure, *beats = question.result()
             if patience is not None:
                 patience.hear(*beats)
         except RuntimeError:
-            text = _LOST_STORE
-        if text is None:
+            failure = HostError(_LOST_STORE)
+        if failure is not None:
+            self._break()
+        return failure
+
+    def _read_failure(self) -> ApbvError | None:
+        """Return the error that a process posted; None: there is none."""
+        if not self._store.check([_FAILURE_KEY]):
             return None
-        self._break()
-        return HostError(text)
+        posted = json.loads(self._store.get(_FAILURE_KEY).decode(errors="replace"))
+        report = ErrorReport(**posted["report"])
+        return report.error(posted["host"], posted["stage"])
 
-    def _read_failure(self) -> str | None:
-        store = self._store
-        return (
-            store.get(_FAILURE_KEY).decode(errors="replace")
-            if store.check([_FAILURE_KEY])
-            else None
-        )
-
-    def _reason_for(self, error: RuntimeError | str) -> HostError:
+    def _reason_for(self, error: RuntimeError | str) -> ApbvError:
         """Return why a collective failed: the posted reason of a process, or that one ended."""
         self._break()
         deadline = time.monotonic() + GRACE_SECONDS
@@ -358,6 +381,9 @@ class FailureWatch:
             if failure := self._posted_failure():
                 return failure
             time.sleep(0.05)
-        text = f"another host ended, or did not answer in time (seen by {self._name}): {error}"
-        self._tell(text)  # those who wait for this process need not have seen it
-        return HostError(text)
+        lost = HostError(
+            f"another host ended, or did not answer in time (seen by {self._name}): {error}"
+        )
+        # Those who wait for this process need not have seen it.
+        self._tell(_Posted(ErrorReport.of(lost), self._name, "an exchange"))
+        return lost

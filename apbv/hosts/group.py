@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..reporting import report_error, warn_caller
+from ..errors import ApbvError, HostError, InvalidConfigError, as_kind, exit_status_of
+from ..reporting import report_error, report_fault, warn_caller
 from .agreement import Agreement, StageReport, describe_difference
 from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing
-from .exchange import Exchange, HostError, in_thread
+from .exchange import Exchange, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
@@ -124,7 +125,7 @@ class HostGroup:
             device: this process's device; None: the current GPU, or the CPU where there is none.
 
         Raises:
-            ValueError: the device does not exist.
+            InvalidConfigError: the device does not exist.
         """
         return cls(device=choose_device(device), timeout=0.0)
 
@@ -151,8 +152,8 @@ class HostGroup:
             tensor_parallel: T, processes per host.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, or the device does not
-                exist.
+            InvalidConfigError: the number of processes is not a multiple of T, or the device does
+                not exist.
             HostError: the rendezvous times out, or another host lacks such a device.
         """
         require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
@@ -192,8 +193,8 @@ class HostGroup:
                 may exchange data over NCCL although the group does not.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, TP ranks of a host share a
-                GPU, or the device does not exist.
+            InvalidConfigError: the number of processes is not a multiple of T, TP ranks of a host
+                share a GPU, or the device does not exist.
             HostError: another process failed.
         """
         require_whole_hosts(dist.get_world_size(group), tensor_parallel)
@@ -260,10 +261,10 @@ class HostGroup:
             The group on its members, None on the others.
 
         Raises:
-            ValueError: the hosts have several processes each.
+            InvalidConfigError: the hosts have several processes each.
         """
         if self.tensor_parallel_size > 1:
-            raise ValueError("subgroups are not supported with tensor parallelism")
+            raise InvalidConfigError("subgroups are not supported with tensor parallelism")
         timeout = self.timeout if timeout is None else timeout
         groups = self._groups.of_some(members, timeout, has_data) if self.size > 1 else None
         if self.rank not in members:
@@ -446,29 +447,39 @@ class HostGroup:
 
         At its end all hosts raise, or none does. Every host must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it. The body
-        adds to the yielded :class:`Agreement` whatever must be the same on every process.
+        An error of a kind (:mod:`apbv.errors`) is raised on every host, with the same class and
+        message; the first host's, if several failed. After another error, a fault of this package,
+        that host raises it itself, and the others a HostError that quotes it. The body adds to the
+        yielded :class:`Agreement` whatever must be the same on every process.
         """
         error = None
         agreement = Agreement()
         with self.on_device(), self._watch.working(name):
             try:
                 yield agreement
-            except HostError:
-                raise
             except Exception as caught:
-                error = caught
+                # An error of another process, of which all know.
+                if isinstance(caught, HostError) or getattr(caught, "host", None) is not None:
+                    raise
+                error = as_kind(caught)
             if self.num_processes > 1:
-                self._compare_reports(name, StageReport.of(error, agreement))
+                self._compare_reports(name, StageReport.of(error, agreement), error)
             if error is not None:
                 raise error
 
-    def _compare_reports(self, stage: str, report: StageReport) -> None:
+    def _compare_reports(
+        self, stage: str, report: StageReport, own_error: BaseException | None
+    ) -> None:
         """Compare how a stage ended on all processes; collective.
 
+        Args:
+            stage: its name.
+            report: how it ended on this process.
+            own_error: the error of this process; None: it has none.
+
         Raises:
-            HostError: it failed on another process, or they do not agree; not raised where this
-                process itself failed.
+            ApbvError: it failed on another process, or they do not agree (then a HostError); not
+                raised where this process's own error is the one that counts.
         """
         # A single exchange where all is well.
         digests = self.start_gathering(_bytes_tensor(report.digest)).wait()
@@ -477,11 +488,19 @@ class HostGroup:
             return
 
         reports = [StageReport.from_json(each) for each in self.gather_json(report.to_json())]
-        if report.error is not None:
+        # A fault of ours is raised where it happened, with its traceback.
+        if own_error is not None and not isinstance(own_error, ApbvError):
             return
-        for process, other in enumerate(reports):
-            if other.error is not None:
-                raise HostError(f"{self.name_of(process)} failed in {stage}: {other.error}")
+        failed = [process for process, other in enumerate(reports) if other.error is not None]
+        if failed:
+            # A fault counts more than an error of a kind, which may follow from it.
+            faulty = [process for process in failed if not reports[process].error.codes]
+            first_failed = (faulty or failed)[0]
+            if reports[first_failed].error == report.error:
+                return
+            raise reports[first_failed].error.error(
+                self.name_of(first_failed), stage
+            ) from own_error
         first = reports[0]
         for process, other in enumerate(reports):
             difference = describe_difference(
@@ -621,8 +640,9 @@ class HostGroup:
     def collective_stage(self, name: str) -> Iterator[None]:
         """Run a stage that contains collectives, in which a failure breaks the group.
 
-        A host that fails notifies the others, which then raise a HostError. A single host has no
-        group to break, and may continue. So may hosts that all raise :class:`AgreedError`. With
+        A host that fails notifies the others, which then raise the same error, or after a fault of
+        this package a HostError. A single host has no group to break, and may continue. So may
+        hosts that all raise an error at the same point (:attr:`apbv.ApbvError.is_agreed`). With
         NCCL the stage ends when this GPU has finished its work, so that a failure is known before
         results are used.
         """
@@ -669,7 +689,9 @@ def run_on_hosts(
 ) -> int:
     """Run a script's body on this host, and return the exit status.
 
-    Errors that the user can fix are printed as one line on every host, not as a traceback.
+    Errors of a kind (:mod:`apbv.errors`), which the user can mend, are printed as one line on every
+    host. Any other is a fault of this package: its traceback is printed on the host where it
+    happened.
 
     Args:
         body: the script, which gets the group of all hosts.
@@ -681,12 +703,16 @@ def run_on_hosts(
     try:
         hosts = HostGroup.from_env(device, timeout, tensor_parallel=tensor_parallel)
         body(hosts)
-    except (ValueError, HostError) as error:
-        host = "" if hosts is None else f" ({hosts.name})"
-        report_error(f"error{host}: {error}")
+    except Exception as caught:
+        error = as_kind(caught)
+        if isinstance(error, ApbvError):
+            host = error.host or (None if hosts is None else hosts.name)
+            report_error(f"error ({host}): {error}" if host else f"error: {error}")
+        else:
+            report_fault(error)
         if hosts is not None:
             hosts.let_others_report()
-        return 1
+        return exit_status_of(error)
     except KeyboardInterrupt:
         hosts = None  # leaving the group would wait for collectives in flight
         raise

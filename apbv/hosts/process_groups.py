@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..errors import HostError, InvalidConfigError
 from .devices import sharing
-from .exchange import HostError, in_thread
+from .exchange import in_thread
 from .failure_watch import POLL_SECONDS, WORK_LIMIT, Communicators
 from .polled_group import PolledGroup
 
@@ -86,14 +87,14 @@ class ProcessGroups:
             tensor_parallel: T.
 
         Raises:
-            ValueError: TP ranks of a host share a GPU.
+            InvalidConfigError: TP ranks of a host share a GPU.
         """
         limit = _exchange_limit(timeout)
         on_cpu = all(place.device == "cpu" for place in places)
         can_use_nccl = not on_cpu and _can_use_nccl(places)
         for first in range(0, group.size(), tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
-                raise ValueError(
+                raise InvalidConfigError(
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
                     "processes: each needs its own GPU, and NCCL"
                 )
@@ -364,10 +365,10 @@ def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     """Reject a number of processes that does not make whole hosts.
 
     Raises:
-        ValueError: their number is not a multiple of T.
+        InvalidConfigError: their number is not a multiple of T.
     """
     if tensor_parallel < 1 or num_processes % tensor_parallel:
-        raise ValueError(
+        raise InvalidConfigError(
             f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with "
             "--tensor-parallel T, start T processes per host"
         )

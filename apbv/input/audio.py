@@ -18,6 +18,7 @@ import torch
 from av.error import FFmpegError
 from torch import Tensor
 
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
@@ -167,7 +168,7 @@ def num_audio_tokens(num_frames: int) -> int:
     return max(0, ((num_frames - 1) // 2 + 1) // 2)
 
 
-class AudioError(ValueError):
+class AudioError(InvalidRequestError):
     """Raised if a file cannot be used as audio; the message names the file and the reason.
 
     Attributes:

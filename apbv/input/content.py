@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import InvalidRequestError
+
 # A type as people write it: the one that OpenAI's API has for it, or vLLM's server.
 _TYPES = {
     "image": "image_url",
@@ -50,7 +52,7 @@ OTHER_FILE_OPTIONS = (
 )
 
 
-class OptionError(ValueError):
+class OptionError(InvalidRequestError):
     """Raised where an option of a file does not apply, or contradicts another.
 
     Attributes:

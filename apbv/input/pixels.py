@@ -21,6 +21,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from ..allocator import return_freed_memory
 from ..config import VideoConfig
 from ..device_copy import side_stream
+from ..errors import InvalidRequestError
 from ..layout import intersect
 from ..stats import StageTimer
 from .images import Picture
@@ -156,7 +157,7 @@ class KeptPixels:
         for number in count():
             with self._lock:
                 if self._is_closed:
-                    raise ValueError("these pixels belong to a request that has ended")
+                    raise InvalidRequestError("these pixels belong to a request that has ended")
                 if self._source is None:
                     self._source = self._pixels.chunks(chunks)
                 if number == len(self._results):

@@ -21,6 +21,7 @@ from PIL import Image
 from .. import demo
 from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
+from ..errors import InvalidRequestError
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..reporting import raised_as
@@ -63,7 +64,7 @@ _REASONING = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True)
-class Question(Checked):
+class Question(Checked, error=InvalidRequestError):
     """Question about videos, images and audio clips, or about a text.
 
     Attributes:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import SamplingParams
 from ..config.checks import Checked, one_of
+from ..errors import InvalidRequestError
 from ..grammar import Grammar
 from ..logprobs import TokenLogprobs
 from ..stats import StageTimer
@@ -15,7 +16,7 @@ from .tokenized_prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)
-class Request(Checked):
+class Request(Checked, error=InvalidRequestError):
     """Request to the engine.
 
     Attributes:

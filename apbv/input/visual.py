@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from .files import Source
@@ -42,7 +43,7 @@ _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
 
 
-class PromptError(ValueError):
+class PromptError(InvalidRequestError):
     """Raised if this model cannot answer the prompt; the message says why."""
 
 

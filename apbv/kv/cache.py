@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..device_copy import to_device
+from ..errors import InvalidRequestError
 from ..hosts import Exchange, HostGroup
 from ..layout import ContextLayout, intersect
 
@@ -243,15 +244,16 @@ class ShardedLayer(GrowingLayer):
             tokens_to_remove: minus their number, as transformers' caches take it.
 
         Raises:
-            ValueError: the count is positive, or reaches beyond the query into the context.
+            InvalidRequestError: the count is positive, or reaches beyond the query into the
+                context.
         """
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"crop needs minus the number of tokens to remove, not {tokens_to_remove}"
             )
         num_croppable = self.num_tokens - self._num_fixed_tokens
         if -tokens_to_remove > num_croppable:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"cannot remove {-tokens_to_remove} tokens: only the last {num_croppable} of "
                 f"{self.num_tokens} are kept in order on host 0"
             )

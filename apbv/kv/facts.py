@@ -12,15 +12,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from ..errors import StorageError
 from ..layout import intersect
 
 Run = tuple[int, int]  # [start, stop)
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-
-
-class StorageError(ValueError):
-    """Raised if KV cannot be written, read, fetched or used; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import InvalidConfigError, StorageError
 from ..hosts import HostGroup
 from ..reporting import raised_as
-from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
 from .wire import (
@@ -141,7 +141,7 @@ class Offers(AbstractContextManager):
                 if port:
                     port += hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 failure = f"cannot listen on {host}:{port} for consumers of KV"
-                with raised_as(ValueError, failure, OSError, OverflowError, UnicodeError):
+                with raised_as(InvalidConfigError, failure, OSError, OverflowError, UnicodeError):
                     reachable_host = advertised or reachable_address(host)
                     listener = Listener((host, port), self._serve, _IDLE_SECONDS)
                 undo.callback(listener.close)  # if another process cannot listen

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.linear_attention import LinearStates
@@ -94,10 +95,10 @@ class GatheredKV(PlacedKV):
         The cache has ``[1, Hkv, n, D]`` per layer, and may share memory with this KV.
 
         Raises:
-            ValueError: the KV cannot be given to that host.
+            InvalidConfigError: the KV cannot be given to that host.
         """
         if host != 0:
-            raise ValueError(
+            raise InvalidConfigError(
                 f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}"
             )
         return self.whole

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .facts import StorageError, cover_once, rows_of
+from ..errors import InvalidRequestError, StorageError
+from .facts import cover_once, rows_of
 from .ticket import Ticket
 from .wire import (
     Address,
@@ -62,7 +63,7 @@ class RemoteKV(AbstractContextManager):
             layers: a range of layers; None: all.
 
         Raises:
-            ValueError: tokens, KV heads or layers are out of range.
+            InvalidRequestError: tokens, KV heads or layers are out of range.
             StorageError: from the iterator: the KV has ended, cannot be reached, or is damaged.
         """
         ticket = self.ticket
@@ -259,7 +260,7 @@ class Source:
 def _require_within(name: str, run: range, size: int) -> None:
     """Raise ValueError unless a range lies within the KV."""
     if run.step != 1 or not 0 <= run.start <= run.stop <= size:
-        raise ValueError(f"{name} {run} are not within the KV's {size}")
+        raise InvalidRequestError(f"{name} {run} are not within the KV's {size}")
 
 
 def _results(futures: list[Future]) -> list[Any]:

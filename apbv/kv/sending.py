@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..device_copy import side_stream
+from ..errors import StorageError
 from ..layout import intersect
-from .facts import Run, StorageError, rows_of
+from .facts import Run, rows_of
 from .wire import Address, sever
 
 Layers = Sequence[tuple[Tensor, Tensor]]

@@ -26,9 +26,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..errors import InvalidRequestError, StorageError
 from ..layout import intersect
 from ..reporting import raised_as
-from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_json, length, rows_of
+from .facts import KVFacts, cover_once, digest_of_tokens, from_json, length, rows_of
 
 FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
@@ -252,7 +253,7 @@ class SavedKV:
             kv_heads: a range of KV heads; None: all.
 
         Raises:
-            ValueError: the layer, tokens or KV heads are out of range.
+            InvalidRequestError: the layer, tokens or KV heads are out of range.
             StorageError: a file was changed, or is gone.
         """
         manifest = self.manifest
@@ -264,7 +265,7 @@ class SavedKV:
         is_layer = index in range(manifest.num_layers)
         are_tokens = all(_is_within(run, manifest.num_tokens) for run in token_ranges)
         if not is_layer or not are_tokens or not _is_within(kv_heads, manifest.num_kv_heads):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the KV in {self.path} has no layer {index}, tokens {token_ranges}, KV heads "
                 f"{kv_heads}"
             )

@@ -10,7 +10,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .facts import KVFacts, StorageError, from_json, malformed
+from ..errors import StorageError
+from .facts import KVFacts, from_json, malformed
 
 VERSION = 1
 _ENTRY = "apbv"

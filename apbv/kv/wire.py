@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .facts import StorageError
+from ..errors import StorageError
 
 Address = tuple[str, int]
 

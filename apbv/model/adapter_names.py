@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
+
 _PREFIX = "base_model.model."  # peft's own, before the name of a module
 # What earlier releases called the parts beside the decoder.
 _OLDER_NAMES = (
@@ -121,7 +123,7 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
     """Give a model the number of tokens that an adapter was trained with.
 
     Raises:
-        ValueError: it has embeddings of another number of tokens, but no head for these.
+        UnsupportedModelError: it has embeddings of another number of tokens, but no head for these.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -133,7 +135,7 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
     if inputs in (None, num_tokens) and outputs in (None, num_tokens):
         return
     if inputs != outputs:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"it has {inputs or 'no'} rows of the embedding and {outputs or 'no'} rows of the "
             f"head, but the model has {num_tokens} tokens: without both the others would be random"
         )

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_peft_available
 
+from ..errors import BackendUnavailableError, UnsupportedModelError
 from ..versions import how_to_install
 from .adapter_names import fit_names, resize_vocabulary
 
@@ -33,7 +34,8 @@ def find_adapter(
         adapter: an adapter of this model.
 
     Raises:
-        ValueError: an adapter has no config or names no model, or its model has an adapter itself.
+        UnsupportedModelError: an adapter has no config or names no model, or its model has an
+            adapter itself.
     """
     config = _find(path, _CONFIG)
     if adapter is None and config is None:
@@ -44,9 +46,9 @@ def find_adapter(
         base = _base_of(adapter, config)
         config = _find(base, _CONFIG)
     elif _find(adapter, _CONFIG) is None:
-        raise ValueError(_why_no_adapter(adapter))
+        raise UnsupportedModelError(_why_no_adapter(adapter))
     if config is not None:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"{base}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first"
         )
     return base, adapter
@@ -59,14 +61,14 @@ def _base_of(adapter: str | Path, config: str) -> str | Path:
         config: the path of the adapter's config.
 
     Raises:
-        ValueError: it names none.
+        UnsupportedModelError: it names none.
     """
     # A model beside it is the one that it belongs to, for transformers, too.
     if Path(adapter, "config.json").is_file():
         return adapter
     base = json.loads(Path(config).read_text()).get(_BASE)
     if not base or not isinstance(base, str):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"the adapter {adapter} names no model: give its model and adapter={str(adapter)!r}"
         )
     return base
@@ -101,12 +103,17 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
     To find out, the model is built without storage.
 
     Raises:
-        ValueError: peft is not installed, or the adapter is rejected; the message says why.
+        UnsupportedModelError: peft is not installed, or the adapter is rejected; the message says
+            why.
     """
     if Path(adapter).is_dir() and not any(Path(adapter, name).is_file() for name in _WEIGHTS):
-        raise ValueError(f"the adapter {adapter} has no weights: neither {' nor '.join(_WEIGHTS)}")
+        raise UnsupportedModelError(
+            f"the adapter {adapter} has no weights: neither {' nor '.join(_WEIGHTS)}"
+        )
     if not is_peft_available():
-        raise ValueError(f"{adapter} is an adapter, which needs peft: {how_to_install('adapters')}")
+        raise BackendUnavailableError(
+            f"{adapter} is an adapter, which needs peft: {how_to_install('adapters')}"
+        )
     with torch.device("meta"):
         model = auto.from_config(deepcopy(config))
     try:
@@ -118,15 +125,17 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
         pass
     except Exception as error:  # of many types, by method
         reason = " ".join(str(error).split("\n")[:2])  # which may have a line for every layer
-        raise ValueError(f"cannot merge the adapter {adapter} into its model: {reason}") from error
+        raise UnsupportedModelError(
+            f"cannot merge the adapter {adapter} into its model: {reason}"
+        ) from error
 
 
 def merged(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel:
     """Merge an adapter into a model's weights, in place; return the model.
 
     Raises:
-        ValueError: the adapter's method cannot be merged, or it was made for a model of other
-            modules.
+        UnsupportedModelError: the adapter's method cannot be merged, or it was made for a model of
+            other modules.
     """
     return _merge(model, adapter, has_weights=True)
 
@@ -148,7 +157,7 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
         key_mapping = fit_names(config, weights, model)
         adapted = PeftModel(model, config)
     if not hasattr(getattr(adapted, "base_model", None), "merge_and_unload"):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"{getattr(config.peft_type, 'value', config.peft_type)} changes no weights"
         )
 
@@ -158,7 +167,7 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
     )
     misfits = _missing(adapted, keys.missing_keys) + keys.unexpected_keys
     if misfits:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"its weights are not those of the model's modules: {misfits[0]} and "
             f"{len(misfits) - 1} more"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from ..hosts import HostGroup
 from ..kernels import (
     BufferTable,
@@ -59,11 +60,11 @@ def _attention(
     """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} needs {name}, which apbv's attention does not support"
             )
     if attention_mask is not None:
-        raise ValueError(
+        raise UnsupportedModelError(
             "apbv's attention takes no mask: padded and packed batches are not supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

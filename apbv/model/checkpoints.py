@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
+
 _MOST_NAMED = 3  # of weights that are not there
 
 
@@ -21,8 +23,8 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: weights are missing, or have other shapes than the model's config says; the
-            message names them.
+        UnsupportedModelError: weights are missing, or have other shapes than the model's config
+            says; the message names them.
     """
     try:
         model, report = model_class.from_pretrained(
@@ -36,12 +38,12 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         incomplete = _names_of_incomplete(error)
         if not incomplete:
             raise
-        raise ValueError(
+        raise UnsupportedModelError(
             "the checkpoint lacks weights, or parts of them, of which the model's are made: "
             f"{named(incomplete)}"
         ) from error
     if report["missing_keys"]:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"the checkpoint lacks weights of the model: {named(report['missing_keys'])}"
         )
     if report["mismatched_keys"]:
@@ -49,7 +51,7 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
             f"{name} is {_shown(stored)}, not {_shown(expected)}"
             for name, stored, expected in report["mismatched_keys"]
         ]
-        raise ValueError(
+        raise UnsupportedModelError(
             f"the checkpoint's weights have other shapes than its config says: {named(shapes)}"
         )
     return model

@@ -45,7 +45,7 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
         like: of the device and the dtype of the hidden states.
 
     Raises:
-        BackendError: Triton is asked for and cannot be used.
+        BackendUnavailableError: Triton is asked for and cannot be used.
     """
     if choose(backend, like) != "triton":
         return decoder

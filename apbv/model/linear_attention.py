@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..errors import UnsupportedModelError
 from .fused import with_forwards, with_globals
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -134,7 +135,7 @@ def with_linear_attention(decoder: nn.Module) -> nn.Module:
     the linear ones.
 
     Raises:
-        ValueError: its layers do not call the two functions that can be replaced.
+        UnsupportedModelError: its layers do not call the two functions that can be replaced.
     """
     kinds = {type(layer.linear_attn) for layer in decoder.layers if is_linear(layer)}
     decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
@@ -156,7 +157,7 @@ def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     own_forward = kind.forward
     names = unwrap(own_forward).__globals__
     if not {_CONVOLUTION, _RULE} <= set(unwrap(own_forward).__code__.co_names):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"{kind.__name__} of this transformers release calls other functions than {_RULE}"
         )
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from .. import demo
 from ..config import DTYPE_NAMES, SamplingParams
+from ..errors import ApbvError, InvalidConfigError, UnsupportedModelError
 from ..hosts import HostGroup
 from ..refusals import refuse
 from ..reporting import raised_as, warn_caller
@@ -83,10 +84,10 @@ def load_model(
         adapter: an adapter to merge into the model.
 
     Raises:
-        ValueError: there is no such model or dtype, or the checkpoint lacks weights.
+        UnsupportedModelError: there is no such model or dtype, or the checkpoint lacks weights.
     """
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
+        raise InvalidConfigError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     with _described_errors(path):
         base, adapter, config = _described(path, adapter)
         # The model.
@@ -126,8 +127,8 @@ def require_loadable(
     """Read a model's config, and make all checks of :func:`load_model` that need no weights.
 
     Raises:
-        ValueError: there is no such model, it is not supported, its adapter cannot be merged, or
-            its quantized weights cannot be used here.
+        UnsupportedModelError: there is no such model, it is not supported, its adapter cannot be
+            merged, or its quantized weights cannot be used here.
     """
     with _described_errors(path):
         _, adapter, config = _described(path, adapter)
@@ -157,7 +158,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         path: a model, or an adapter, which names its model.
 
     Raises:
-        ValueError: there is no such model.
+        UnsupportedModelError: there is no such model.
     """
     with _described_errors(path):
         _, _, config = _described(path)
@@ -175,7 +176,7 @@ def _described(
             message += f" as its base, {base}"
         elif get_close_matches(str(path), ["demo"]):
             message += " (did you mean demo?)"
-        raise ValueError(message)
+        raise UnsupportedModelError(message)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     if config.model_type != "qwen2_5_omni":
         return base, adapter, config
@@ -188,7 +189,7 @@ def read_video_processor(path: str | Path) -> Any:
     """Load the part of a model's processor that resizes videos, from a directory or the hub.
 
     Raises:
-        ValueError: there is none.
+        UnsupportedModelError: there is none.
     """
     with _described_errors(path):
         base, adapter = find_adapter(path)
@@ -203,9 +204,17 @@ def read_video_processor(path: str | Path) -> Any:
 
 @contextmanager
 def _described_errors(path: str | Path) -> Iterator[None]:
+    """Raise errors of transformers and its hub, and our own, with the model's name before them.
+
+    Raises:
+        ApbvError: of the kind of the error in the body, or UnsupportedModelError.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
+        kind = UnsupportedModelError
+        if isinstance(error, ApbvError):
+            kind = type(error)
         reason = str(error)
         if "trust_remote_code" in reason:
             reason = (
@@ -213,7 +222,7 @@ def _described_errors(path: str | Path) -> Iterator[None]:
                 "model"
             )
         name = "demo" if path == demo.model_path() else path
-        raise ValueError(f"cannot load the model {name}: {reason}") from error
+        raise kind(f"cannot load the model {name}: {reason}") from error
 
 
 def default_num_frames(processor: Any) -> int:
@@ -232,7 +241,7 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
         source: one of :data:`apbv.config.GENERATION_CONFIGS`.
 
     Raises:
-        ValueError: the generation config has an invalid value.
+        UnsupportedModelError: the generation config has an invalid value.
     """
     settings = {}
     if source == "auto":
@@ -250,7 +259,7 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
     top_k = settings.get("top_k", 0)
     if top_k == -1:  # for all tokens
         top_k = 0
-    with raised_as(ValueError, "the model's generation config", ValueError):
+    with raised_as(UnsupportedModelError, "the model's generation config", ValueError):
         return SamplingParams(
             temperature=temperature,
             top_p=settings.get("top_p", 1.0),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import DecodeConfig
+from ..errors import InvalidRequestError, UnsupportedModelError
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
 from ..reporting import warn_caller
@@ -45,10 +46,6 @@ def prompts_like(family: str) -> str:
 def hybrid_family(config: PreTrainedConfig) -> str | None:
     """Return the family of a hybrid's config; None if all of a model's layers have attention."""
     return config.model_type if "hybrid" in _FAMILIES.get(config.model_type, ()) else None
-
-
-class UnsupportedModelError(ValueError):
-    """Raised if apbv would compute a part of the model wrongly; the message names it."""
 
 
 def _first_of(config: PreTrainedConfig, *names: str) -> Any:
@@ -452,7 +449,7 @@ class ModelParts:
 
         Raises:
             KeyError: the batch lacks something that the positions depend on.
-            ValueError: the model has no rule for this prompt.
+            InvalidRequestError: the model has no rule for this prompt.
         """
         rope_index = self.model.model.get_rope_index
         grids = _on_cpu(batch, "image_grid_thw", "video_grid_thw")
@@ -477,7 +474,8 @@ class ModelParts:
         """Return whether a prompt's videos have their sound among their frames.
 
         Raises:
-            ValueError: some have and some have not, for which there is no rule of positions.
+            InvalidRequestError: some have and some have not, for which there is no rule of
+                positions.
         """
         config = self.model.config
         tokens = input_ids[0, :-1]
@@ -486,7 +484,7 @@ class ModelParts:
         has_heard = bool((starts_vision & (next_tokens == config.audio_start_token_id)).any())
         has_silent = bool((starts_vision & (next_tokens == self.video_token_id)).any())
         if has_heard and has_silent:
-            raise ValueError(
+            raise InvalidRequestError(
                 "audio must be interleaved with the frames of all videos of a prompt, or of none"
             )
         return has_heard
@@ -611,7 +609,7 @@ def inspect_model(
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
-        BackendError: the backend cannot be used for this model on its device.
+        BackendUnavailableError: the backend cannot be used for this model on its device.
     """
     family = require_supported(model.config)
     newer_versions = untried()

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from .checkpoints import load_weights, named
 
 # Scale and zero point of a group of weights, or of a row.
@@ -34,7 +35,7 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
     """Reject a quantized checkpoint that cannot be loaded on this device.
 
     Raises:
-        ValueError: a package is missing, or there are no kernels; the message names it.
+        UnsupportedModelError: a package is missing, or there are no kernels; the message names it.
     """
     settings = quantization_of(config)
     if settings is None:
@@ -47,10 +48,10 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
         quantizer.validate_environment(device_map=None, weights_only=True)
         _alone(settings)  # which older releases lack
         if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
-            raise ValueError("its int4 weights need a GPU")
+            raise UnsupportedModelError("its int4 weights need a GPU")
     except Exception as error:  # of many types, by method
         method = settings["quant_method"]
-        raise ValueError(
+        raise UnsupportedModelError(
             f"cannot load weights quantized by {method} on {device}: {error}"
         ) from error
 
@@ -81,7 +82,7 @@ def _require_scales(path: str | Path) -> None:
     numbers.
 
     Raises:
-        ValueError: scales are missing; the message names them.
+        UnsupportedModelError: scales are missing; the message names them.
     """
     folder = Path(path)
     if not folder.is_dir():  # a hub id, which is in the cache now
@@ -99,7 +100,7 @@ def _require_scales(path: str | Path) -> None:
             ]
     missing = [f"{name}_scale_inv" for name in in_fp8 if f"{name}_scale_inv" not in names]
     if missing:
-        raise ValueError(f"the checkpoint lacks weights of the model: {named(missing)}")
+        raise UnsupportedModelError(f"the checkpoint lacks weights of the model: {named(missing)}")
 
 
 def is_made_dense(settings: dict[str, Any], device: torch.device) -> bool:

@@ -22,12 +22,13 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
+from ..errors import BackendUnavailableError, UnsupportedModelError
 from ..hosts import HostGroup
 from ..refusals import refuse
 from ..versions import how_to_install, release
 from .adapters import merged
 from .checkpoints import load_weights
-from .parts import VISION_FAMILIES, UnsupportedModelError, hybrid_family
+from .parts import VISION_FAMILIES, hybrid_family
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
@@ -66,7 +67,7 @@ def load_sharded(
             has its share.
 
     Raises:
-        ValueError: the checkpoint lacks weights, or the adapter cannot be merged.
+        BackendUnavailableError: the checkpoint lacks weights, or the adapter cannot be merged.
     """
     with torch.device("meta"):
         whole = auto.from_config(config)
@@ -121,16 +122,18 @@ def require_shardable(config: PreTrainedConfig, tensor_parallel: int) -> None:
 
     Raises:
         UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
-        ValueError: transformers is too old, or accelerate is not installed.
+        BackendUnavailableError: transformers is too old, or accelerate is not installed.
     """
     if tensor_parallel == 1:
         return
     if release("transformers") < FIRST_VERSION:
-        raise ValueError(
+        raise BackendUnavailableError(
             f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}"
         )
     if not is_accelerate_available():
-        raise ValueError(f"tensor parallelism needs accelerate: {how_to_install('tp')}")
+        raise BackendUnavailableError(
+            f"tensor parallelism needs accelerate: {how_to_install('tp')}"
+        )
     require_divisible(config, tensor_parallel)
 
 

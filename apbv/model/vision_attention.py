@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from ..kernels import PackedSequences, varlen_attention
 
 # The towers pass on boundaries where they find "flash" in the name (transformers'
@@ -37,7 +38,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function contract: returns (``[1, T, H, D]`` contiguous, None)."""
     if attention_mask is not None or dropout:
-        raise ValueError("attention of packed sequences supports neither a mask nor dropout")
+        raise UnsupportedModelError(
+            "attention of packed sequences supports neither a mask nor dropout"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Layers that have the same boundaries share what is worked out of them. They are known by their
     # identity, and kept, so that no other tensor can come to have it.

@@ -4,17 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..hosts import AgreedError, HostGroup
+from ..errors import RequestCancelled
+from ..hosts import HostGroup
 from ..model.attention import LayerAttention
 
 Stop = Callable[[], bool]
-
-
-class RequestCancelled(AgreedError):
-    """Raised if ``stop`` ended a request before its first token; the hosts can continue."""
-
-    def __init__(self):
-        super().__init__("the request was cancelled before its first token")
 
 
 def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:

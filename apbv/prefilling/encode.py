@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from ..device_copy import to_device
+from ..errors import UnsupportedModelError
 from ..hosts import HostGroup
 from ..input.audio import AudioInput
 from ..input.pixels import PixelChunk
@@ -148,7 +149,8 @@ def all_rows(
         stop: see :func:`~apbv.prefilling.cancelling.require_going_on`; asked before each chunk.
 
     Raises:
-        ValueError: a chunk's number of rows differs from that of the prompt's placeholders for it.
+        UnsupportedModelError: a chunk's number of rows differs from that of the prompt's
+            placeholders for it.
         RequestCancelled: ``stop`` was true.
     """
     num_rows = sum(len(media.rows_of(chunk)) for chunk in chunks)
@@ -186,7 +188,7 @@ def sharing_hosts(media: VisualInput | AudioInput, hosts: HostGroup) -> HostGrou
 def require_as_many(rows: Tensor, num_placeholders: int) -> None:
     """Raise ValueError unless a chunk has as many rows as the prompt has placeholders for it."""
     if len(rows) != num_placeholders:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"the model's tower returned {len(rows)} embeddings for {num_placeholders} placeholders"
         )
 

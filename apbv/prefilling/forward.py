@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import PrefillConfig
+from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
@@ -74,7 +75,8 @@ def prefill(
         The logits of the last token on every host, and the KV as ``config.kv`` says.
 
     Raises:
-        ValueError: the prompt, the model or a length cannot be handled; raised on every host.
+        InvalidConfigError: the prompt, the model or a length cannot be handled; raised on every
+            host.
         NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every
             host raises before anything is computed; or this host ran out of it.
         RequestCancelled: ``stop`` was true; the hosts can go on.
@@ -89,7 +91,7 @@ def prefill(
     # Check.
     with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
         if not 0 <= decode_host < hosts.size:
-            raise ValueError(
+            raise InvalidConfigError(
                 f"decode host must be one of the {hosts.size} hosts, not {decode_host}"
             )
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
@@ -181,18 +183,18 @@ def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
     """Reject a model that is another process's shard, or on another kind of device.
 
     Raises:
-        ValueError: it is.
+        InvalidConfigError: it is.
     """
     shard, num_shards = parts.tensor_parallel
     tp_rank = hosts.tensor_parallel_rank
     tp_size = hosts.tensor_parallel_size
     if (shard, num_shards) != (tp_rank, tp_size):
-        raise ValueError(
+        raise InvalidConfigError(
             f"the model is shard {shard} of {num_shards}, but this process is TP rank {tp_rank} of "
             f"{tp_size}: load the model with Engine.from_pretrained and these hosts"
         )
     if parts.device.type != hosts.device.type:
-        raise ValueError(
+        raise InvalidConfigError(
             f"the model is on {parts.device}, but this host computes on {hosts.device}"
         )
 
@@ -213,12 +215,13 @@ def _require_shared_out(inputs: ModelInputs, hosts: HostGroup, config: PrefillCo
     """Reject inputs that were made for another way to encode.
 
     Raises:
-        ValueError: what is encoded is shared out, and should not be, or the other way round.
+        InvalidConfigError: what is encoded is shared out, and should not be, or the other way
+            round.
     """
     wanted = config.frame_parallel and hosts.size > 1
     for shown in (inputs.visual, inputs.audio):
         if shown is not None and shown.is_shared_out != wanted:
-            raise ValueError(
+            raise InvalidConfigError(
                 f"the prefill has frame_parallel={config.frame_parallel}, but its inputs were made "
                 "for another number of hosts, or with another frame_parallel"
             )
@@ -234,8 +237,8 @@ def _plan(
     """Choose the method and its layout for a prompt.
 
     Raises:
-        ValueError: a length does not fit the prompt, or an observer does not see the question with
-            this method.
+        InvalidConfigError: a length does not fit the prompt, or an observer does not see the
+            question with this method.
     """
     method_type = resolve_method(config, hosts.size)
     layout = method_type.plan(
@@ -251,7 +254,7 @@ def _plan(
         method_type = method_alone(config)
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
     if observer is not None and layout.is_split and not len(layout.query):
-        raise ValueError(
+        raise InvalidConfigError(
             f"cannot observe the question's attention with {method.name}: the question is split "
             "across the hosts, too"
         )

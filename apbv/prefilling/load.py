@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..config import KV_PLACEMENTS
+from ..errors import InvalidConfigError, StorageError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
-from ..kv.facts import ModelIdentity, StorageError
+from ..kv.facts import ModelIdentity
 from ..kv.placement import GatheredKV, ShardedKV
 from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
 from ..layout import ContextLayout, plan_layout, split_evenly
@@ -51,7 +52,7 @@ def load(
     timer = StageTimer(hosts)
     with hosts.local_stage("loading the KV"), timer.stage("handoff"):
         if kv not in KV_PLACEMENTS:
-            raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
+            raise InvalidConfigError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
         parts = None if model is None else inspect_model(model)
         manifest, read = _read_latest(Path(path), parts, hosts, kv)
     hosts.require_same("the saved KV", repr(manifest).encode())

@@ -15,7 +15,8 @@ from math import ceil
 
 import torch
 
-from ..hosts import HostError, HostGroup
+from ..errors import HostError, NotEnoughMemoryError, is_out_of_memory
+from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..layout import ContextLayout, intersect
 from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
@@ -36,13 +37,6 @@ _NEEDED_FOR = {
     "handoff": "the gathered KV of all hosts",
 }
 _STAGES = tuple(_NEEDED_FOR)
-
-
-class NotEnoughMemoryError(ValueError):
-    """Raised if a prompt does not fit in a host's memory.
-
-    The message says what needs it and how to reduce it.
-    """
 
 
 @dataclass(frozen=True)
@@ -397,11 +391,7 @@ class Room:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            # The CPU's allocator has no error class, only a message.
-            is_out = isinstance(
-                error, (torch.OutOfMemoryError, MemoryError)
-            ) or "can't allocate" in str(error)
-            if isinstance(error, HostError) or not is_out:
+            if isinstance(error, HostError) or not is_out_of_memory(error):
                 raise
             parts = self.memory.stages[stage].items()
             estimate = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in parts if size)

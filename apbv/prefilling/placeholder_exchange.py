@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from ..device_copy import numbers_in, to_device
-from ..hosts import Exchange, HostError, HostGroup
+from ..errors import HostError, RequestCancelled
+from ..hosts import Exchange, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..layout import ContextLayout
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .cancelling import RequestCancelled, Stop
+from .cancelling import Stop
 from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
 from .row_exchange import start_moving

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from ..decode.answer import Answer
 from ..decode.runner import Decoder
 from ..device_copy import to_device
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
@@ -50,7 +51,7 @@ class HandoffCache(DynamicCache):
         # Assisted decoding calls this first, plain decoding after it has run the rest of the
         # prompt.
         if self.get_seq_length() <= self._num_tokens:
-            raise ValueError(
+            raise InvalidRequestError(
                 "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its "
                 "KV, which gives wrong tokens; for speculative decoding use Engine(speculate=…), "
                 "or launch/infer.py --speculate"
@@ -59,7 +60,7 @@ class HandoffCache(DynamicCache):
 
     def update(self, key_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if key_states.shape[0] != 1:
-            raise ValueError(
+            raise InvalidRequestError(
                 "the KV is of one sequence: num_beams and num_return_sequences must be 1; for "
                 "another answer call generate() again, with new generate_inputs()"
             )
@@ -129,7 +130,7 @@ class PrefillResult:
             as it is. With tensor parallelism every TP rank gets that of its KV heads.
 
         Raises:
-            ValueError: the KV was gathered on host 0 and ``host`` is another one.
+            InvalidRequestError: the KV was gathered on host 0 and ``host`` is another one.
         """
         cache = self.kv.to_dynamic_cache(host)
         states = self.kv.states
@@ -152,7 +153,8 @@ class PrefillResult:
         ``position_ids`` as well.
 
         Raises:
-            ValueError: the model is a hybrid, whose states cannot take the last token back.
+            InvalidRequestError: the model is a hybrid, whose states cannot take the last token
+                back.
         """
         refuse(handing_over="generate_inputs()", hybrid=self._hybrid)
         cache = self.to_dynamic_cache(host=0)
@@ -245,7 +247,8 @@ class PrefillResult:
             the ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
-            ValueError: visual tokens were pruned from the prompt, or the model is a hybrid.
+            InvalidRequestError: visual tokens were pruned from the prompt, or the model is a
+                hybrid.
             StorageError: the server is shutting down.
             HostError: another host failed.
         """

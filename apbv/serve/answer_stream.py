@@ -9,7 +9,7 @@ from ..decode.text import AnswerText
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Piece
-from .links import Output
+from .output import AnswerOutput
 from .requests import FinishReason
 from .work_order import WorkOrder
 
@@ -23,7 +23,7 @@ class AnswerStream:
     """
 
     def __init__(
-        self, output: Output, order: WorkOrder, decode: Callable[..., str], choice: int = 0
+        self, output: AnswerOutput, order: WorkOrder, decode: Callable[..., str], choice: int = 0
     ):
         self._output = output
         self._order = order

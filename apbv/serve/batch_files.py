@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..errors import InvalidRequestError, StorageError
 from ..reporting import raised_as
 
 _HEAD = b'{"id": "batch_req_'  # every line of answers begins so
@@ -22,13 +23,13 @@ class Requests:
         shard: I and N: lines I, I + N, …, counted from 0.
 
     Raises:
-        ValueError: the file cannot be opened.
+        StorageError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, shard: tuple[int, int] = (0, 1)):
         self._path = Path("/dev/stdin") if str(path) == "-" else path
         self._shard = shard
-        with raised_as(ValueError, f"cannot read {path}", OSError):
+        with raised_as(InvalidRequestError, f"cannot read {path}", OSError):
             self._file = self._path.open("rb")
 
     def lines(self, max_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -79,7 +80,7 @@ class Answers:
         num_failed: its errors.
 
     Raises:
-        ValueError: the file cannot be written, is in use, or holds something else.
+        StorageError: the file cannot be written, is in use, or holds something else.
     """
 
     def __init__(self, path: Path, retry_errors: bool = False):
@@ -88,8 +89,8 @@ class Answers:
         self.lines: set[int] = set()
         self.num_failed = 0
         if self.path.exists() and not self.path.is_file():
-            raise ValueError(f"cannot continue {self.path}: it must be a regular file")
-        with raised_as(ValueError, f"cannot write {self.path}", OSError):
+            raise StorageError(f"cannot continue {self.path}: it must be a regular file")
+        with raised_as(StorageError, f"cannot write {self.path}", OSError):
             self._open(retry_errors)
 
     def _open(self, retry_errors: bool) -> None:
@@ -122,7 +123,7 @@ class Answers:
     def _take(self, number: int, line: bytes, retry_errors: bool) -> bool:
         """Note a line's answer; return whether it is to stay."""
         reason = f"line {number} of {self.path} is not an answer"
-        with raised_as(ValueError, reason, ValueError, LookupError, TypeError):
+        with raised_as(StorageError, reason, ValueError, LookupError, TypeError):
             answer = json.loads(line)
             custom_id = answer["custom_id"]
             response = answer["response"]
@@ -166,13 +167,13 @@ def _open_locked(path: Path) -> BinaryIO:
     """Open a file to append to, without a buffer.
 
     Raises:
-        ValueError: another process has it open so.
+        StorageError: another process has it open so.
     """
     file = path.open("ab", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"{path} is in use by another batch") from error
+        raise StorageError(f"{path} is in use by another batch") from error
     except OSError:  # a file system without locks
         pass
     return file

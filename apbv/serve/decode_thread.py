@@ -12,12 +12,10 @@ from dataclasses import replace
 
 from ..decode.batch import Batch, Member
 from ..engine import Engine
-from ..hosts.exchange import describe_error
-from ..prefilling.cancelling import RequestCancelled
+from ..errors import RequestCancelled
 from ..speculate.decode_loops import PrefilledRequest
 from .answer_stream import AnswerStream
-from .links import Output
-from .output import failure_of
+from .output import AnswerOutput
 from .work_order import WorkOrder
 
 # Where both threads share a core, the prefill goes first: in every layer the other hosts wait for
@@ -45,8 +43,10 @@ class DecodeThread:
         self._on_step = on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Output, WorkOrder, PrefilledRequest | Exception]] = deque()
-        self._members: dict[Member, tuple[Output, AnswerStream]] = {}  # the youngest last
+        self._arrivals: deque[tuple[AnswerOutput, WorkOrder, PrefilledRequest | Exception]] = (
+            deque()
+        )
+        self._members: dict[Member, tuple[AnswerOutput, AnswerStream]] = {}  # the youngest last
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -66,7 +66,9 @@ class DecodeThread:
         self._thread.join()
         self._attention.close()
 
-    def add(self, output: Output, order: WorkOrder, begun: PrefilledRequest | Exception) -> None:
+    def add(
+        self, output: AnswerOutput, order: WorkOrder, begun: PrefilledRequest | Exception
+    ) -> None:
         """Add the answers of a prefilled request.
 
         From then on this thread ends it, and releases its KV.
@@ -104,7 +106,11 @@ class DecodeThread:
         return True
 
     def _join(
-        self, batch: Batch, output: Output, order: WorkOrder, begun: PrefilledRequest | Exception
+        self,
+        batch: Batch,
+        output: AnswerOutput,
+        order: WorkOrder,
+        begun: PrefilledRequest | Exception,
     ) -> None:
         """Add a request's answers to the batch, the first with its draft.
 
@@ -125,7 +131,7 @@ class DecodeThread:
                 draft = None
         except Exception as error:
             if not isinstance(error, RequestCancelled):
-                output.fail(*failure_of(error))
+                output.fail(error)
             self._release(output)
 
     def _step(self, batch: Batch) -> None:
@@ -142,17 +148,17 @@ class DecodeThread:
     def _end(self, member: Member) -> None:
         """End an answer, and with the last one of a request release its KV."""
         output, stream = self._members.pop(member)
-        failure = None if member.error is None else str(member.error)
+        failure = member.error
         if failure is None:
             try:
                 stream.finish(member.tokens, member.finish_reason, member.summary())
             except Exception as error:
-                failure = describe_error(error)
+                failure = error
         if failure is not None:
             output.fail(failure)
         self._release(output)
 
-    def _release(self, output: Output) -> None:
+    def _release(self, output: AnswerOutput) -> None:
         """Count a request's KV as free if no answer of it is left.
 
         A failed one's leave with the next step.

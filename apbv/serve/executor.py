@@ -9,11 +9,11 @@ from pathlib import Path
 from threading import Event
 
 from ..engine import Engine
+from ..errors import without_frames
 from ..generated import GenerateResult
-from ..hosts import HostError, HostGroup
+from ..hosts import HostGroup
 from ..input.request import Request
 from ..input.tokenized_prompt import TokenizedPrompt
-from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
@@ -22,6 +22,7 @@ from .decode_thread import DecodeThread
 from .links import Link, Links, RemoteOutput
 from .local_prefill import LocalPrefillPool
 from .media import PrivateFiles, find_in_folder
+from .output import failure_of
 from .work_order import WorkOrder, decode_order
 
 AddCallbacks = Callable[[Request], Request]
@@ -95,7 +96,7 @@ class Executor:
             The order's result. Exported KV is returned on host 0; on the others None.
 
         Raises:
-            RuntimeError: a host has no room for the KV, which is not the request's fault.
+            StorageError: a host has no room for the KV, which is not the request's fault.
         """
         engine = self.engine
         with ExitStack() as stack:
@@ -113,15 +114,10 @@ class Executor:
         """Choose the answer's first token, and export the prompt's KV; on other hosts None.
 
         Raises:
-            RuntimeError: a host has no room for the KV.
+            StorageError: a host has no room for the KV.
         """
         token = self._first_token(request, state)
-        try:
-            ticket = state.offer(self.offers)
-        except (StorageError, HostError) as error:
-            if not self.is_usable:
-                raise
-            raise RuntimeError(f"the KV cannot be offered: {error}") from error
+        ticket = state.offer(self.offers)
         return None if ticket is None else OfferedKV(token, ticket)
 
     @cached_property
@@ -132,7 +128,7 @@ class Executor:
         """Choose the first token of an answer on the leader, and broadcast it.
 
         Raises:
-            AgreedError: the logits are NaN or infinite; on every host.
+            ModelOutputError: the logits are NaN or infinite; on every host.
         """
         hosts = state.kv.hosts
         chosen = None
@@ -231,7 +227,7 @@ class _Follower:
         Args:
             sent_files: the bytes of the files that host 0 sends.
         """
-        output = RemoteOutput(self._executor.link, order.number)
+        output = RemoteOutput(self._executor.link, order.number, order.request_id)
         self._local_prefills.prefill(order, output, self._opened(order, sent_files))
 
     def carry_out(self) -> None:
@@ -246,10 +242,11 @@ class _Follower:
         except Exception as error:
             if not executor.is_usable:
                 raise
-            self._failures.append((order, error.with_traceback(None)))
+            self._failures.append((order, without_frames(error)))
             return
         if isinstance(result, PrefilledRequest) and order.decode_host == hosts.rank:
-            self._decoding.add(RemoteOutput(executor.link, order.number), order, result)
+            output = RemoteOutput(executor.link, order.number, order.request_id)
+            self._decoding.add(output, order, result)
 
     def report_failures(self) -> None:
         """Report the orders that failed here before host 0's latest command.
@@ -258,8 +255,11 @@ class _Follower:
         """
         for order, error in self._failures:
             if order.number is not None and order.decode_host == self._executor.hosts.rank:
-                output = RemoteOutput(self._executor.link, order.number)
+                output = RemoteOutput(self._executor.link, order.number, order.request_id)
                 self._decoding.add(output, order, error)
+            else:
+                # Its client is told by host 0; this logs the traceback of a fault of this host.
+                failure_of(error, order.request_id)
         self._failures.clear()
 
     @contextmanager

@@ -14,7 +14,8 @@ from itertools import count
 from threading import Lock, Thread
 from typing import Any
 
-from ..hosts import HostError, HostGroup
+from ..errors import HostError
+from ..hosts import HostGroup
 from ..kv.sending import Listener
 from ..kv.wire import LOOPBACK, connect, own_address, sever
 from .job import Piece
@@ -31,7 +32,7 @@ from .messages import (
     encode_answers,
     encode_for_host,
 )
-from .output import JobOutput
+from .output import Failure, JobOutput, failure_of
 from .work_order import WorkOrder
 
 _SECONDS = 30.0  # for a connection between hosts
@@ -135,7 +136,7 @@ def _pass_on(message: AnswerMessage, output: JobOutput) -> None:
         case DraftMessage():
             output.note_draft(message.metrics)
         case FailedMessage():
-            output.fail(message.failure, message.is_invalid)
+            output.fail_with(Failure(message.status, message.message))
         case ReleasedMessage():
             output.release()
 
@@ -200,10 +201,17 @@ class Link:
 
 
 class RemoteOutput:
-    """The :class:`~.output.JobOutput` of a request on the host that decodes its answers: sends
-    messages to host 0's."""
+    """The output of a request on another host than host 0: sends messages to the
+    :class:`~.output.JobOutput` there.
 
-    def __init__(self, link: Link, number: int):
+    Args:
+        link: the connection to host 0.
+        number: the request's number there.
+        request_id: the request's id in its reply and in the log.
+    """
+
+    def __init__(self, link: Link, number: int, request_id: str):
+        self.request_id = request_id
         self._link = link
         self._number = number
         self.is_cancelled = False
@@ -216,13 +224,11 @@ class RemoteOutput:
     def note_draft(self, metrics: dict[str, Any]) -> None:
         self._link.messages.append(DraftMessage(self._number, metrics))
 
-    def fail(self, failure: str, is_invalid: bool = False) -> None:
+    def fail(self, error: BaseException) -> None:
         self.is_cancelled = True
-        self._link.messages.append(FailedMessage(self._number, failure, is_invalid))
+        failure = failure_of(error, self.request_id)
+        self._link.messages.append(FailedMessage(self._number, failure.status, failure.message))
 
     def release(self) -> None:
         del self._link.outputs[self._number]
         self._link.messages.append(ReleasedMessage(self._number))
-
-
-Output = JobOutput | RemoteOutput

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine import Engine
+from ..errors import without_frames
 from ..input.tokenized_prompt import TokenizedPrompt
 from .decode_thread import DecodeThread
-from .links import Output
+from .output import AnswerOutput
 from .work_order import WorkOrder
 
 # Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that
@@ -86,7 +87,7 @@ class LocalPrefillPool:
     def prefill(
         self,
         order: WorkOrder,
-        output: Output,
+        output: AnswerOutput,
         files: AbstractContextManager[Sequence[Path]],
         prompt: TokenizedPrompt | None = None,
     ) -> None:
@@ -111,7 +112,7 @@ class LocalPrefillPool:
                     request = order.request(engine.hosts, paths, prompt)
                     done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
             except Exception as error:
-                done = error.with_traceback(None)
+                done = without_frames(error)
             self._decoding.add(output, order, done)
             del done  # its KV is not needed here
             spent = time.thread_time() - began

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
+from ..errors import InvalidRequestError, StorageError
 from ..reporting import raised_as
 from .settings import ServerSettings
 
@@ -35,11 +36,11 @@ _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
-class MediaError(ValueError):
+class MediaError(InvalidRequestError):
     """Raised if a URL is not allowed, or cannot be read; the message says why."""
 
 
-class FolderError(RuntimeError):
+class FolderError(StorageError):
     """Raised if the server's media directory cannot be read, which is not the request's fault."""
 
 

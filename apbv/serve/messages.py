@@ -39,11 +39,17 @@ class DraftMessage:
 
 @dataclass(frozen=True)
 class FailedMessage:
-    """An error of a request; see :meth:`~.output.JobOutput.fail`."""
+    """An error of a request; see :class:`~.output.Failure`.
+
+    Attributes:
+        number: the request's number on host 0.
+        status: the HTTP status.
+        message: the error's message for the client.
+    """
 
     number: int
-    failure: str
-    is_invalid: bool
+    status: int
+    message: str
 
 
 @dataclass(frozen=True)

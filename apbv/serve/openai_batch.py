@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from ..errors import ApbvError, StorageError
 from .app import build_app
 from .batch_files import Answers, Requests
 from .log import in_one_line, reason_in_one_line
@@ -69,7 +70,7 @@ class Batch:
         self._custom_ids: set[str] = set()  # of the lines read so far
         self._unanswered: set[Future] = set()  # requests that were read
         self._has_read_all = False
-        self._failure: ValueError | None = None
+        self._failure: BaseException | None = None
         self._began = time.monotonic()
         self._stopped_at = self._began
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
@@ -175,14 +176,14 @@ class Batch:
                 future.add_done_callback(self._end)
             self._has_read_all = True
         except Exception as error:  # requests that were read are still answered
-            self._failure = ValueError(f"cannot read the requests any further: {error}")
+            self._failure = _failure("cannot read the requests any further", error)
         self._stop_after_last()
 
     def _end(self, future: Future) -> None:
         """Count a request as answered, and stop after the last."""
         error = future.exception()
         if error is not None:
-            self._failure = ValueError(f"cannot write the answers: {error}")
+            self._failure = _failure("cannot write the answers", error)
             self._scheduler.stop()
             self._scheduler.cut_short()
         with self._scheduler.changed:
@@ -300,6 +301,16 @@ class Batch:
             self.stopped_by = number
             self._stopped_at = time.monotonic()
             self._scheduler.stop()
+
+
+def _failure(what: str, error: BaseException) -> BaseException:
+    """Return why a batch ends early: an error of a file with a sentence before it; a fault of ours
+    as it is."""
+    if not isinstance(error, (ApbvError, OSError)):
+        return error
+    failure = StorageError(f"{what}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _reason(

@@ -1,24 +1,82 @@
 """Where the tokens, ends and failures of a request's answers go, from the host that decodes
 them."""
 
+import logging
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ..hosts import AgreedError, HostError
-from ..hosts.exchange import describe_error
+from ..errors import FAULT_HTTP_STATUS, ApbvError, as_kind, describe_error
 from .job import Finished, Job, Piece
 from .request_reader import client_message
 from .requests import ApiError
 from .scheduler import Scheduler
 
+_logger = logging.getLogger(__name__)
 
-def failure_of(error: Exception) -> tuple[str, bool]:
-    """Return the message of what a request failed of, and whether the request is to blame, not
-    model or engine."""
-    is_invalid = isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError)
-    if is_invalid and str(error):
-        return str(error), True
-    return describe_error(error), is_invalid
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed, as its client is told.
+
+    Attributes:
+        status: the HTTP status.
+        message: the error's message.
+    """
+
+    status: int
+    message: str
+
+    @property
+    def is_invalid(self) -> bool:
+        """Whether the request is to blame, not the server."""
+        return self.status < 500
+
+
+def failure_of(error: BaseException, request_id: str) -> Failure:
+    """Return the status and the message for a client; a fault of this package is logged with its
+    traceback.
+
+    Args:
+        error: what the request ended with on this host.
+        request_id: the id of the request in its reply and in the log.
+    """
+    known = as_kind(error)
+    if isinstance(known, ApbvError):
+        message = str(known) or type(known).__name__
+        failure = Failure(known.http_status, message)
+    else:
+        _logger.error("%s failed on this host", request_id, exc_info=error)
+        failure = Failure(FAULT_HTTP_STATUS, describe_error(error))
+    if failure.status == FAULT_HTTP_STATUS:
+        failure = Failure(failure.status, f"{failure.message} (request {request_id})")
+    return failure
+
+
+class AnswerOutput(Protocol):
+    """The output of a request on the host that decodes its answers.
+
+    Attributes:
+        request_id: the id of the request in its reply and in the log.
+    """
+
+    request_id: str
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether no more of the request is wanted."""
+
+    def add_tokens(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
+        """Send an answer's next piece; see :meth:`JobOutput.add_tokens`."""
+
+    def note_draft(self, metrics: dict[str, Any]) -> None:
+        """Record the metrics of the request's draft, by their names."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error; its other answers are not wanted any more."""
+
+    def release(self) -> None:
+        """Count the request's KV as free; one that has not ended was cancelled."""
 
 
 class JobOutput:
@@ -28,11 +86,13 @@ class JobOutput:
         job: the request, which runs.
 
     Attributes:
+        request_id: the id of the request in its reply and in the log.
         kv_params: the ``kv_transfer_params`` of its reply.
         on_release: called when its KV is free.
     """
 
     def __init__(self, job: Job, scheduler: Scheduler):
+        self.request_id = job.record.id
         self._job = job
         self._scheduler = scheduler
         # Of each answer: its number of tokens, and since when.
@@ -77,19 +137,19 @@ class JobOutput:
         """Record the metrics of the request's draft, by their names."""
         self._job.record.speculation = metrics
 
-    def fail(self, failure: str, is_invalid: bool = False) -> None:
-        """End the request with an error; its other answers are not wanted any more.
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error; its other answers are not wanted any more."""
+        self.fail_with(failure_of(error, self.request_id))
 
-        Args:
-            failure, is_invalid: as of :func:`failure_of`.
-        """
-        if not is_invalid:
-            self._scheduler.end(self._job, ApiError(500, failure), "failed")
-            return
+    def fail_with(self, failure: Failure) -> None:
+        """End the request with a failure, which may have happened on another host."""
         read = self._job.read
-        message = client_message(failure, read.media)
-        error = ApiError(400, message, param=read.request.prompt_field)
-        self._scheduler.end(self._job, error, "invalid")
+        message = client_message(failure.message, read.media)
+        if failure.is_invalid:
+            error = ApiError(failure.status, message, param=read.request.prompt_field)
+            self._scheduler.end(self._job, error, "invalid")
+        else:
+            self._scheduler.end(self._job, ApiError(failure.status, message), "failed")
 
     def release(self) -> None:
         """Count the request's KV as free; one that has not ended was cancelled."""

@@ -18,6 +18,7 @@ from PIL import Image
 
 from ..config import SamplingParams
 from ..engine import Engine
+from ..errors import InvalidConfigError, InvalidRequestError
 from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
 from ..input.prompt_reader import PromptReader
 from ..input.rendering import template_words, tool_instructions
@@ -504,11 +505,9 @@ class Reader:
         """
         try:
             return self._lay_out_within_limits(prompts, question_fields, media, field, is_wanted)
-        except ApiError:
-            raise
-        except Exception as error:  # chat templates and decoders raise nearly anything
+        except (InvalidRequestError, InvalidConfigError) as error:
             message = client_message(str(error) or type(error).__name__, media)
-            raise ApiError(400, message, param=field) from error
+            raise ApiError(error.http_status, message, param=field) from error
 
     def _lay_out_within_limits(
         self,
@@ -518,7 +517,7 @@ class Reader:
         field: str,
         is_wanted: Callable[[], bool],
     ) -> TokenizedPrompt:
-        """Find the prompt's tokens, and what it shows; raises nearly anything."""
+        """Find the prompt's tokens, and what it shows; errors are not yet those of the API."""
         settings = self._settings
         deadline = time.monotonic() + settings.fetch_seconds
 

@@ -16,6 +16,7 @@ import uvicorn
 from transformers import PreTrainedModel
 
 from ..engine import Engine
+from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
@@ -56,12 +57,12 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to an address, without listening yet; port 0: any free port.
 
     Raises:
-        ValueError: the address does not exist or is in use.
+        InvalidConfigError: the address does not exist or is in use.
     """
     if not 0 <= port <= LAST_PORT:  # others would be taken modulo 65536
-        raise ValueError(f"cannot listen on {host}:{port}: ports lie in 0 .. {LAST_PORT}")
+        raise InvalidConfigError(f"cannot listen on {host}:{port}: ports lie in 0 .. {LAST_PORT}")
     failure = f"cannot listen on {host}:{port}"
-    with raised_as(ValueError, failure, OSError, OverflowError, UnicodeError):
+    with raised_as(InvalidConfigError, failure, OSError, OverflowError, UnicodeError):
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
         sock = socket.socket(family, kind, protocol)
@@ -74,10 +75,10 @@ def listen(sock: socket.socket) -> None:
     """Start to listen on a socket.
 
     Raises:
-        ValueError: another server that bound the same address listened first.
+        InvalidConfigError: another server that bound the same address listened first.
     """
     host, port = sock.getsockname()[:2]
-    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError):
+    with raised_as(InvalidConfigError, f"cannot listen on {host}:{port}", OSError):
         sock.listen()
 
 
@@ -197,7 +198,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     """Compute the request limits from the KV cache limit.
 
     Raises:
-        ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
+        InvalidConfigError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
     # The KV of one token.
     token_bytes = _token_bytes(engine.model)
@@ -212,7 +213,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     num_tokens = settings.max_model_len or _FEWEST_TOKENS
     required_bytes = (num_tokens + GROWTH_ROWS) * token_bytes
     if max_bytes < required_bytes:
-        raise ValueError(
+        raise InvalidConfigError(
             f"the KV of {num_tokens} tokens takes up to {required_bytes / 2**20:.1f} MiB, but at "
             f"most {max_bytes / 2**20:.1f} MiB are allowed (--max-kv-mib)"
         )

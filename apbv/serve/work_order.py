@@ -26,6 +26,7 @@ class WorkOrder:
         stop_strings, stop_token_ids: strings and tokens that end the answer.
         shown_token_ids: special tokens that are part of the text all the same.
         decode_host: the host that decodes the answers, where one does alone.
+        request_id: the request's id in its reply and in the log.
         number: the request's number on the connection from its decode host to host 0; None: its
             decode host is host 0.
     """
@@ -40,6 +41,7 @@ class WorkOrder:
     stop_token_ids: Sequence[int] = ()
     shown_token_ids: Sequence[int] = ()
     decode_host: int = 0
+    request_id: str = ""
     number: int | None = None
 
     def request(

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ..decode.answer import finish_reason
+from ..errors import RequestCancelled, StorageError
 from ..generated import GenerateResult
-from ..hosts.exchange import describe_error
-from ..prefilling.cancelling import RequestCancelled
 from .answer_stream import AnswerStream
 from .decode_thread import DecodeThread
 from .executor import Command, Executor, OfferedKV, exchange_commands, require_decoding
@@ -115,7 +114,8 @@ class Worker:
         except ApiError as error:
             self._end_unread(job, error)
         except Exception as error:
-            self._end_unread(job, ApiError(500, f"cannot read the request: {error}"))
+            failure = failure_of(error, job.record.id)
+            self._end_unread(job, ApiError(failure.status, failure.message))
 
     def _end_unread(self, job: Job, error: ApiError) -> None:
         """End a request that could not be read."""
@@ -208,15 +208,16 @@ class Worker:
                 else:
                     self._local_prefills.prefill(order, output, job.read.paths, job.read.prompt)
             except Exception as error:
-                output.fail(describe_error(error))
+                output.fail(error)
                 output.release()
 
     def _addressed_order(self, job: Job, output: JobOutput) -> WorkOrder:
-        """Return a request's order, with its decode host and the number by which that names the
-        output."""
+        """Return a request's order, with its id, its decode host, and the number by which that
+        names the output."""
+        order = replace(job.read.order, request_id=job.record.id)
         if job.decode_host in (0, None):
-            return job.read.order
-        return replace(job.read.order, decode_host=job.decode_host, number=self._links.add(output))
+            return order
+        return replace(order, decode_host=job.decode_host, number=self._links.add(output))
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
@@ -224,8 +225,8 @@ class Worker:
         output = JobOutput(job, self._scheduler)
         try:
             file_bytes = _sent_file_bytes(job) if hosts.num_processes > 1 else []
-        except RuntimeError as error:
-            output.fail(describe_error(error))
+        except StorageError as error:
+            output.fail(error)
             output.release()
             return
         order = self._addressed_order(job, output)
@@ -259,8 +260,7 @@ class Worker:
             if not executor.is_usable:
                 raise
             # All hosts have rejected the request alike, or this one alone.
-            failure, is_invalid = failure_of(error)
-            output.fail(failure, is_invalid)
+            output.fail(error)
         output.release()
 
     def _hand_over(
@@ -282,10 +282,10 @@ def _sent_file_bytes(job: Job) -> list[bytes]:
     """Read a request's files that other hosts cannot open themselves.
 
     Raises:
-        RuntimeError: a temporary file cannot be read.
+        StorageError: a temporary file cannot be read.
     """
     paths = [file.path for file in job.read.media if file.relative is None]
     try:
         return [path.read_bytes() for path in paths]
     except OSError as error:
-        raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
+        raise StorageError(f"cannot read a temporary file: {error.strerror}") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import SpeculativeConfig
-from ..hosts import HostError
+from ..errors import HostError
 from ..input.request import Request
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver

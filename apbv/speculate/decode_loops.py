@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..decode.answer import generate_tokens
 from ..decode.batch import Batch
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
@@ -216,12 +217,14 @@ class SequentialSpeculation:
         """Call the captioner.
 
         Raises:
-            ValueError: it raises, or returns no text.
+            InvalidRequestError: it raises, or returns no text.
         """
         try:
             caption = self._captioner(rendered)
         except Exception as error:
-            raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+            raise InvalidRequestError(
+                f"the captioner failed: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(caption, str) or not caption.strip():
-            raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+            raise InvalidRequestError(f"the captioner returned {caption!r} instead of a caption")
         return caption.strip()

@@ -16,6 +16,7 @@ from ..config import (
     SamplingParams,
     SpeculativeConfig,
 )
+from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, require_loadable
@@ -78,8 +79,8 @@ class Drafting:
         """Find the draft model before anything is loaded; return None for strategies without one.
 
         Raises:
-            ValueError: settings contradict one another, or the model is not named, does not exist,
-                or is not supported.
+            InvalidConfigError: settings contradict one another, or the model is not named, does not
+                exist, or is not supported.
         """
         if self._config is None:
             return None
@@ -88,7 +89,7 @@ class Drafting:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
         if name is None:
-            raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
+            raise InvalidConfigError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
         described = require_loadable(path, self._hosts.device)
         refuse(hybrid=hybrid_family(described), drafting=self._config.strategy)
@@ -104,7 +105,7 @@ class Drafting:
             processor: the target's processor.
 
         Raises:
-            ValueError: the model cannot be loaded, or has other tokens than the target.
+            InvalidConfigError: the model cannot be loaded, or has other tokens than the target.
             HostError: another host failed to load it.
         """
         if path is None:
@@ -131,13 +132,13 @@ class Drafting:
             draft: the draft model; None if no second model drafts.
 
         Raises:
-            ValueError: a model is not supported, or does not fit the settings.
+            InvalidConfigError: a model is not supported, or does not fit the settings.
         """
         config = self._config
         if config is not None:
             require_consistent(config, prefill, self._hosts, self._captioner is not None)
         if model is None and draft is None:
-            raise ValueError("give a model, a draft model, or both")
+            raise InvalidConfigError("give a model, a draft model, or both")
         models = Models(
             target=None if model is None else inspect_model(model, prefill.backend, decode),
             draft=None if draft is None else inspect_model(draft, prefill.backend, decode),
@@ -149,12 +150,12 @@ class Drafting:
         # A draft host has to read requests itself.
         if strategy is not None and strategy.needs_draft_model and not config.draft_host:
             if draft is None:
-                raise ValueError(f"the strategy {config.strategy} needs a draft model")
+                raise InvalidConfigError(f"the strategy {config.strategy} needs a draft model")
             target_prompts = reads(models.target)
             draft_prompts = reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.sees
             if target_prompts != draft_prompts and not takes_text:
-                raise ValueError(
+                raise InvalidConfigError(
                     f"the draft cannot read the target's prompts: it reads {draft_prompts}, not "
                     f"{target_prompts}"
                 )
@@ -168,13 +169,15 @@ class Drafting:
         """Reject a prompt that the strategy cannot draft for.
 
         Raises:
-            ValueError: the prompt is rejected; the message says why.
+            InvalidConfigError: the prompt is rejected; the message says why.
         """
         keep = None if self._config is None else keep_policy(self._config)
         visual = inputs.visual
         if keep == "hippo" or keep in FRAME_POLICIES:
             if visual is not None and visual.kind == "image":
-                raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
+                raise InvalidRequestError(
+                    f"keep={keep!r} selects frames, but the prompt has no video"
+                )
             require_whole_frames(inputs, f"keep={keep!r}")
 
     def decode_loop(

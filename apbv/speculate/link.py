@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..config import SpeculativeConfig
-from ..hosts import Exchange, HostError, HostGroup
+from ..errors import HostError, InvalidConfigError
+from ..hosts import Exchange, HostGroup
 from ..reporting import warn_caller
 from .drafters import Proposal
 
@@ -338,7 +339,7 @@ class Pair:
             settings: of the request; both sides must have the same.
 
         Raises:
-            ValueError: on the draft host, if its settings differ from the target's.
+            InvalidConfigError: on the draft host, if its settings differ from the target's.
             HostError: on the draft host, if the target's hosts cannot read the request or have
                 ended.
         """
@@ -369,12 +370,13 @@ class Pair:
         Waits until that is known.
 
         Raises:
-            ValueError: the other end has other settings for this request; raised there, too.
+            InvalidConfigError: the other end has other settings for this request; raised there,
+                too.
         """
         if self._other_takes_part is None:
             self._other_takes_part = bool(self._with_link(lambda link: link.other_is_ready()))
             if self.link is not None and self.link.settings_differ:
-                raise ValueError(
+                raise InvalidConfigError(
                     "the draft host has other settings for this request than the target's hosts: "
                     "pass the same prompt, frames and sampling parameters on every host"
                 )

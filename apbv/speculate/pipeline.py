@@ -231,7 +231,7 @@ def generate_beside_draft(
             that costs more time than it saves.
 
     Raises:
-        AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
+        ModelOutputError: the target's logits are NaN or infinite; on every one of its hosts.
     """
     hosts = answer.decoder.hosts
     tokens = answer.tokens

@@ -76,7 +76,7 @@ def generate_speculatively(
         The new tokens, and the statistics, with times as measured on this host.
 
     Raises:
-        AgreedError: the target's logits are NaN or infinite; on every host. A draft with such
+        ModelOutputError: the target's logits are NaN or infinite; on every host. A draft with such
             logits is dropped.
     """
     hosts = answer.decoder.hosts

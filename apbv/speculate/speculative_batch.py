@@ -22,6 +22,7 @@ from ..decode.batch import Batch, Member, PrefilledPrompt, TokenReader
 from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
 from ..device_copy import fetch, to_device
+from ..errors import InvalidConfigError
 from ..input.request import Request
 from ..model.parts import ModelParts
 from .draft import Draft
@@ -172,7 +173,7 @@ class SpeculativeBatch(Batch):
         config: how many tokens are drafted.
 
     Raises:
-        ValueError: answers cannot be batched, or not with these drafts: see
+        InvalidConfigError: answers cannot be batched, or not with these drafts: see
             :func:`.strategies.draft_batching_obstacle`.
     """
 
@@ -182,7 +183,7 @@ class SpeculativeBatch(Batch):
     def __init__(self, parts: ModelParts, config: SpeculativeConfig):
         super().__init__(parts)
         if obstacle := draft_batching_obstacle(config):
-            raise ValueError(f"cannot batch answers with drafts: {obstacle}")
+            raise InvalidConfigError(f"cannot batch answers with drafts: {obstacle}")
         self._config = config
         self._pace_of_size: dict[int, Pace] = {}
         self._acceptance = Acceptance()  # of all drafts

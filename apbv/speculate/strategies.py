@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..config import PrefillConfig, SpeculativeConfig
+from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
@@ -143,7 +144,7 @@ def require_consistent(
     """Reject settings that contradict one another, the prefill or the hosts.
 
     Raises:
-        ValueError: settings do so; the message says which and why.
+        InvalidConfigError: settings do so; the message says which and why.
     """
     name = config.strategy
     strategy = STRATEGIES[config.strategy]
@@ -180,7 +181,7 @@ def require_effective(config: SpeculativeConfig, given_settings: Collection[str]
             ``"captioner"`` can be among them.
 
     Raises:
-        ValueError: the strategy, or its choice of visual tokens, ignores one of them.
+        InvalidConfigError: the strategy, or its choice of visual tokens, ignores one of them.
     """
     name = config.strategy
     strategy = STRATEGIES[config.strategy]
@@ -196,7 +197,7 @@ def require_effective(config: SpeculativeConfig, given_settings: Collection[str]
         ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given_settings and not applies:
-            raise ValueError(f"{name} {reason}: {setting} does not apply")
+            raise InvalidConfigError(f"{name} {reason}: {setting} does not apply")
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:
@@ -206,14 +207,14 @@ def require_same_tokens(target: Any, draft: Any) -> None:
         target, draft: their processors or tokenizers.
 
     Raises:
-        ValueError: an id of both maps to different tokens.
+        InvalidConfigError: an id of both maps to different tokens.
     """
     target_vocab = getattr(target, "tokenizer", target).get_vocab()
     draft_vocab = getattr(draft, "tokenizer", draft).get_vocab()
     draft_tokens = {number: token for token, number in draft_vocab.items()}
     for token, number in sorted(target_vocab.items(), key=lambda item: item[1]):
         if number in draft_tokens and draft_tokens[number] != token:
-            raise ValueError(
+            raise InvalidConfigError(
                 f"the draft's vocabulary differs from the target's: {number} is "
                 f"{draft_tokens[number]!r}, not {token!r}"
             )

@@ -214,7 +214,13 @@ def answer_greedily(
 
     def run(_: ReadRequest, observer=None) -> PrefillResult:
         return prefill(
-            parts, inputs, hosts=hosts, config=config, timer=timer, observer=observer, encoded=encoded
+            parts,
+            inputs,
+            hosts=hosts,
+            config=config,
+            timer=timer,
+            observer=observer,
+            encoded=encoded,
         )
 
     prefiller = SimpleNamespace(read=lambda _: read, run=run)

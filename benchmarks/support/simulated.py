@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apbv.errors import HostError, describe_error
 from apbv.hosts.devices import record_event
-from apbv.hosts.exchange import Exchange, HostError, describe_error
+from apbv.hosts.exchange import Exchange
 from apbv.hosts.failure_watch import FailureWatch
 from apbv.hosts.group import HostGroup
 

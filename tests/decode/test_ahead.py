@@ -6,7 +6,7 @@ import torch
 from apbv import DecodeConfig, HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import generate_tokens
 from apbv.decode.runner import Decoder
-from apbv.hosts import AgreedError
+from apbv.errors import ModelOutputError
 
 from answers import answer_by, decoder_behind
 from prompts import UNCOMPRESSED, as_inputs, build, text_batch
@@ -78,7 +78,7 @@ def test_logits_that_are_not_finite_end_it(sampling, broken_at):
 
     decoder.advance = breaking
     decoder.runs_ahead = True
-    with pytest.raises(AgreedError, match=f"after {broken_at} tokens"):
+    with pytest.raises(ModelOutputError, match=f"after {broken_at} tokens"):
         generate_tokens(answer_by(decoder, state, sampling))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.batch import Batch
-from apbv.hosts import AgreedError
+from apbv.errors import ModelOutputError
 from apbv.input.request import Question, Request
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
@@ -196,7 +196,7 @@ def test_a_member_fails_alone(fails):
         for layer in one.kv.cache.layers:
             layer.values[:] = torch.nan
     run(batch)
-    assert isinstance(broken.error, ZeroDivisionError if fails == "callback" else AgreedError)
+    assert isinstance(broken.error, ZeroDivisionError if fails == "callback" else ModelOutputError)
     assert broken.has_ended and broken.finish_reason is None
     assert going.error is None and going.tokens == expected
 

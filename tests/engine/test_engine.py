@@ -18,8 +18,9 @@ from apbv import (
     VideoError,
     demo,
 )
+from apbv.errors import UnsupportedModelError
 from apbv.layout import LayoutError
-from apbv.model.parts import UnsupportedModelError, inspect_model, require_supported
+from apbv.model.parts import inspect_model, require_supported
 from apbv.stats import STAGES
 
 import families

@@ -118,5 +118,6 @@ def test_a_target_without_finite_logits_is_one_error_everywhere(
             continue
         for said in found:
             assert (
-                said.startswith("AgreedError") and "the model gave NaN or infinite logits" in said
+                said.startswith("ModelOutputError")
+                and "the model gave NaN or infinite logits" in said
             )

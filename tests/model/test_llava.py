@@ -8,7 +8,8 @@ import torch
 import transformers as tf
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReduceConfig, plan, prefill
-from apbv.model.parts import UnsupportedModelError, inspect_model, require_supported
+from apbv.errors import UnsupportedModelError
+from apbv.model.parts import inspect_model, require_supported
 
 import families
 from pairs import each_choice

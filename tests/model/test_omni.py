@@ -9,10 +9,11 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from apbv import HostGroup
+from apbv.errors import UnsupportedModelError
 from apbv.input.audio import AudioInput, audio_from_batch
 from apbv.model import parts as parts_module
 from apbv.model.loading import load_model, read_config
-from apbv.model.parts import UnsupportedModelError, inspect_model
+from apbv.model.parts import inspect_model
 from apbv.prefilling.encode_audio import audio_rows, encode_audio
 
 import families

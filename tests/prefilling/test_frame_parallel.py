@@ -21,7 +21,7 @@ from apbv import (
     plan,
     prefill,
 )
-from apbv.hosts import AgreedError, HostError
+from apbv.errors import HostError, ModelOutputError
 from apbv.input.pixels import VideoReader
 from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
@@ -223,7 +223,7 @@ def ending_job(hosts: HostGroup, clip: str, how: str):
 
     model.model.get_video_features = fails_once
     given = {"video": clip, "num_frames": FRAMES, "max_new_tokens": 2}
-    with pytest.raises((ValueError, HostError, AgreedError)) as raised:
+    with pytest.raises((ValueError, HostError, ModelOutputError)) as raised:
         engine.generate(QUESTION, stop=stop if how != "fails without asking" else None, **given)
     failure = f"{raised.typename}: {raised.value}"
     num_calls = len(calls)

@@ -20,7 +20,7 @@ from apbv import (
     SpeculativeConfig,
     plan,
 )
-from apbv.kv.facts import StorageError
+from apbv.errors import StorageError
 from apbv.model.parts import inspect_model
 from apbv.prefilling import split_linear_attention
 

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, VideoConfig, demo, prefill
+from apbv.errors import RequestCancelled
 from apbv.hosts import Exchange
 from apbv.kv.cache import ShardedCache
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
-from apbv.prefilling.cancelling import RequestCancelled
 from apbv.prefilling.memory import HostMemory, host_memory
 from apbv.prefilling.methods import METHODS
 

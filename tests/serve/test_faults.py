@@ -14,7 +14,7 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.config import SamplingParams
 from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
-from apbv.kv.facts import StorageError
+from apbv.errors import StorageError
 from apbv.kv.offers import Offers
 from apbv.serve.answer_stream import AnswerStream
 from apbv.serve.decode_thread import DecodeThread

@@ -15,6 +15,7 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import PictureType
 
+from ...errors import InvalidRequestError
 from ...reporting import warn_caller
 from ..container import best_stream, open_media
 from .bitstream import PacketReader
@@ -29,7 +30,7 @@ _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
 _NO_TIME = np.iinfo(np.int64).min
 
 
-class VideoError(ValueError):
+class VideoError(InvalidRequestError):
     """Raised if a file cannot be used as a video; the message names the file and the reason."""
 
 

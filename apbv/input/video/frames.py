@@ -10,6 +10,7 @@ import numpy as np
 from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
+from ...errors import InvalidRequestError
 from ...hosts import fair_share_of_cores
 from ...reporting import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
@@ -35,11 +36,11 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
         num_frames: how many indices are wanted.
 
     Raises:
-        ValueError: ``num_frames`` < 1 or n < 0.
+        InvalidRequestError: ``num_frames`` < 1 or n < 0.
     """
     n = info_or_n.num_frames if isinstance(info_or_n, VideoInfo) else info_or_n
     if num_frames < 1 or n < 0:
-        raise ValueError(f"cannot sample {num_frames} of {n} frames")
+        raise InvalidRequestError(f"cannot sample {num_frames} of {n} frames")
     k = min(n, num_frames)
     if k < 2:
         return [0] * k
@@ -102,11 +103,11 @@ def sample_fps(
         within: the frames among which to sample, from the time of their first; None: all.
 
     Raises:
-        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
+        InvalidRequestError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
     """
     says, may_be = FRAME_RATE
     if not may_be(fps):
-        raise ValueError(f"fps must {says}, not {fps!r:.50}")
+        raise InvalidRequestError(f"fps must {says}, not {fps!r:.50}")
     within = range(info.num_frames) if within is None else within
     times = np.asarray(info.timestamps)[within.start : within.stop]
     times = times - times[0]
@@ -164,7 +165,7 @@ def iter_frames(
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the
             decoder notices, or does not come; or the frame size changes, or the file. It may be
             raised before the frame's own chunk, and after the last.
-        ValueError: the indices do not ascend, or chunk_len < 1; raised by the call itself.
+        InvalidRequestError: the indices do not ascend, or chunk_len < 1; raised by the call itself.
         IndexError: an index is out of range; raised by the call itself.
     """
     frames = [int(index) for index in indices]

@@ -12,6 +12,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.v1.request import Request
 
+from ...errors import InvalidRequestError
 from ...kv.facts import KVFacts, digest_of_positions, digest_of_tokens
 from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
 from ...model.rotary import rope_by_length
@@ -27,14 +28,16 @@ class Admission:
     """Decides whether a request may use the KV that it names.
 
     Raises:
-        ValueError: vLLM's model cannot be identified.
+        InvalidRequestError: vLLM's model cannot be identified.
     """
 
     def __init__(self, vllm_config: VllmConfig):
         self._model_config = model_config = vllm_config.model_config
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
         if model_config.hf_overrides:
-            raise ValueError("ApbvConnector cannot identify a model changed by hf_overrides")
+            raise InvalidRequestError(
+                "ApbvConnector cannot identify a model changed by hf_overrides"
+            )
         # vLLM edits its own copy of the configuration, so the digest needs the one that
         # transformers reads.
         config = AutoConfig.from_pretrained(
@@ -55,14 +58,14 @@ class Admission:
         """Return the part of some KV to load, and isolate the request in vLLM's prefix cache.
 
         Raises:
-            ValueError: the request must not have this KV; the message says why.
+            InvalidRequestError: the request must not have this KV; the message says why.
         """
         facts = source.facts
         _require_plain(request)
         self._require_model(facts)
         prompt = request.prompt_token_ids[: facts.num_tokens]
         if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the prompt of {request.num_prompt_tokens} tokens does not start with the "
                 f"{facts.num_tokens} of the KV: vLLM and the prefill instance render the request "
                 "differently, or use another number or size of frames"
@@ -72,7 +75,7 @@ class Admission:
         positions = self._positions(request, facts.num_tokens)
         if digest_of_positions(positions) != facts.positions_sha256:
             # vLLM and transformers give them differently to text after a video.
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the KV was computed at other positions (positions={facts.position_rule!r}) than "
                 "vLLM gives the request: prefill with positions='vllm'"
             )
@@ -84,22 +87,24 @@ class Admission:
         """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the KV is of the model {facts.model}, whose config differs from that of "
                 f"{config.model}"
             )
         if facts.weights_sha256 != self._weights_sha256:
-            raise ValueError(f"the KV is of the model {facts.model}, whose weights differ")
+            raise InvalidRequestError(f"the KV is of the model {facts.model}, whose weights differ")
         own_dtype = str(config.dtype).removeprefix("torch.")
         if facts.dtype != own_dtype:
-            raise ValueError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
+            raise InvalidRequestError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
         sizes = (
             config.get_total_num_hidden_layers(),
             config.get_total_num_kv_heads(),
             config.get_head_size(),
         )
         if (facts.num_layers, facts.num_kv_heads, facts.head_dim) != sizes:
-            raise ValueError("the KV differs from the model in layers, heads or dimensions")
+            raise InvalidRequestError(
+                "the KV differs from the model in layers, heads or dimensions"
+            )
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
         """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or
@@ -107,7 +112,7 @@ class Admission:
         if self._model is None:
             return torch.arange(num_tokens)
         if any(feature.data is None for feature in request.mm_features):
-            raise ValueError(
+            raise InvalidRequestError(
                 "the positions of the request's video or images are not known to the scheduler"
             )
         positions, _ = self._model.get_mrope_input_positions(
@@ -127,7 +132,7 @@ class Admission:
         request.block_hashes.clear()
         request.update_block_hashes()
         if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
-            raise ValueError(
+            raise InvalidRequestError(
                 "this version of vLLM cannot isolate a request's KV in its prefix cache: give the "
                 f"request a cache_salt that contains {salt!r}, or start vLLM with "
                 "--no-enable-prefix-caching"
@@ -137,13 +142,13 @@ class Admission:
 def _require_plain(request: Request) -> None:
     """Check that a request is one whose answer follows from its prompt's KV."""
     if request.skip_reading_prefix_cache:
-        raise ValueError(
+        raise InvalidRequestError(
             "prompt_logprobs and skip_reading_prefix_cache need a prefill, which is not loaded"
         )
     if request.lora_request is not None:
-        raise ValueError("the KV was computed without the request's LoRA adapter")
+        raise InvalidRequestError("the KV was computed without the request's LoRA adapter")
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise ValueError("the request has embeddings instead of token ids")
+        raise InvalidRequestError("the request has embeddings instead of token ids")
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
@@ -152,7 +157,7 @@ def _require_visual(request: Request, saved: Saved) -> None:
     for feature in request.mm_features:
         shown = feature.mm_position.offset < saved.facts.num_tokens
         if shown and not feature.identifier.startswith(saved.visual_uuid):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the request's {feature.modality} is {feature.identifier!r}, which may differ "
                 f"from that of the KV: its uuid must be {saved.visual_uuid!r} (see "
                 "apbv.integrations.vllm.request_params)"
@@ -173,7 +178,7 @@ def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[T
     A scheduler has no model.
 
     Raises:
-        ValueError: there are no such weights in safetensors files.
+        InvalidRequestError: there are no such weights in safetensors files.
     """
     folder = Path(model_config.model)
     if not folder.is_dir():  # a hub id, which vLLM has downloaded by now
@@ -193,5 +198,7 @@ def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[T
                     row = tensors.get_slice(name)[:1].to(model_config.dtype)
                     rows[int(found["layer"]), SAMPLED_PROJECTIONS.index(found["name"])] = row
     if not rows:
-        raise ValueError(f"ApbvConnector found no decoder layers in {folder}/*.safetensors")
+        raise InvalidRequestError(
+            f"ApbvConnector found no decoder layers in {folder}/*.safetensors"
+        )
     return [rows[place] for place in sorted(rows)]

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ...errors import InvalidConfigError
 from .kv_loading import Loading
 from .scheduling import Scheduling
 from .sources import LoadMetadata
@@ -31,7 +32,8 @@ class ApbvConnector(KVConnectorBase_V1):
     - ``timeout``: seconds to wait for an unresponsive source (30).
 
     Raises:
-        ValueError: with the engine's settings loaded KV would be wrong, or a setting is wrong.
+        InvalidConfigError: with the engine's settings loaded KV would be wrong, or a setting is
+            wrong.
     """
 
     def __init__(
@@ -41,15 +43,17 @@ class ApbvConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         if transfer.kv_role != "kv_consumer":
-            raise ValueError(
+            raise InvalidConfigError(
                 f"ApbvConnector only loads: kv_role must be kv_consumer, not {transfer.kv_role}"
             )
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError("ApbvConnector needs a model whose layers all have full attention")
+            raise InvalidConfigError(
+                "ApbvConnector needs a model whose layers all have full attention"
+            )
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-            raise ValueError("ApbvConnector does not support vLLM's context parallelism")
+            raise InvalidConfigError("ApbvConnector does not support vLLM's context parallelism")
         if vllm_config.speculative_config is not None:
-            raise ValueError(
+            raise InvalidConfigError(
                 "ApbvConnector does not support vLLM's speculative decoding: no draft's KV is saved"
             )
         self._scheduling = self._loading = None

@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
-from ...kv.facts import KVFacts, StorageError
+from ...errors import InvalidRequestError, StorageError
+from ...kv.facts import KVFacts
 from ...kv.remote import RemoteKV
 from ...kv.storage import SavedKV
 from ...kv.ticket import Ticket
@@ -158,7 +159,7 @@ class Sources:
     """The sources that requests may name, by ``kv_connector_extra_config``.
 
     Raises:
-        ValueError: the configuration is invalid.
+        InvalidRequestError: the configuration is invalid.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -177,7 +178,7 @@ class Sources:
 
         Raises:
             StorageError: the ticket is malformed, or there is no usable KV in the directory.
-            ValueError: no request may name these hosts or this directory.
+            InvalidRequestError: no request may name these hosts or this directory.
         """
         params = request.kv_transfer_params
         ticket = Ticket.from_params(params)
@@ -186,7 +187,7 @@ class Sources:
                 return None
             path = params["apbv_path"]
             if not isinstance(path, str):
-                raise ValueError(f"apbv_path must be a string, not {path!r}")
+                raise InvalidRequestError(f"apbv_path must be a string, not {path!r}")
             return Saved.open(self._inside_root(path))
         for host, _ in ticket.sources:
             self._require_allowed(host)
@@ -196,7 +197,7 @@ class Sources:
         if self._root is None:
             return Path(path)
         if not (self._root / path).resolve().is_relative_to(self._root):
-            raise ValueError(f"the folder {path} is outside {self._root}")
+            raise InvalidRequestError(f"the folder {path} is outside {self._root}")
         return self._root / path
 
     def _require_allowed(self, host: str) -> None:
@@ -205,9 +206,11 @@ class Sources:
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            raise ValueError(f"the ticket has {host!r} instead of an IP address") from None
+            raise InvalidRequestError(f"the ticket has {host!r} instead of an IP address") from None
         if not any(address in network for network in self._networks):
-            raise ValueError(f"the ticket's address {host} is in no network that may offer KV")
+            raise InvalidRequestError(
+                f"the ticket's address {host} is in no network that may offer KV"
+            )
 
 
 def request_params(path: str | Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...device_copy import to_device
-from ...hosts import HostError, HostGroup
+from ...errors import HostError
+from ...hosts import HostGroup
 from ...kernels import reference
 from ...kernels.backends import drawn_numbers, mistake_of
 from ...reporting import warn_caller

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from ...config import PrefillConfig, ReduceConfig, ReuseConfig
 from ...device_copy import numbers_in, to_device
+from ...errors import InvalidConfigError
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
@@ -46,11 +47,11 @@ def require_usable(
         model: the model's config.
 
     Raises:
-        ValueError: they are incompatible; the message says why.
+        InvalidConfigError: they are incompatible; the message says why.
     """
     if config is not None and model.model_type not in VIDEO_FAMILIES:
         readable = "images only" if model.model_type in IMAGE_FAMILIES else "only text"
-        raise ValueError(
+        raise InvalidConfigError(
             f"{config.method} prunes a video's visual tokens, but {model.model_type} models read "
             f"{readable}"
         )
@@ -100,8 +101,8 @@ def reduce_prompt(
         record of the pruning.
 
     Raises:
-        ValueError: a frame cannot be read, or the vision tower makes another number of rows than
-            the prompt has placeholders.
+        InvalidConfigError: a frame cannot be read, or the vision tower makes another number of rows
+            than the prompt has placeholders.
         NotEnoughMemoryError: a host certainly has too little memory for its frames' embeddings,
             which every host raises before they are encoded; or this host ran out of it.
         HostError: another host failed.

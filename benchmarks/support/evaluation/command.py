@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import HostError
 
 # isort: split
 from tqdm import tqdm
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from apbv import Engine, GenerateResult, HostGroup, ReuseConfig, SamplingParams
 from apbv.config import DecodeConfig
-from apbv.hosts import HostError, run_on_hosts
+from apbv.hosts import run_on_hosts
 from apbv.launch.options import (
     OptionParser,
     add_draft_options,
