@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 FAULT_EXIT_STATUS = 70  # EX_SOFTWARE: of an exception of no kind
 FAULT_HTTP_STATUS = 500
 
-_MOST_CHARACTERS = 4096  # of an error that is sent to other processes
+_MOST_CHARACTERS = 2**14  # of an error that is sent to other processes
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 # By code: the kinds, and the classes of errors below them.

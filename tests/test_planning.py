@@ -215,5 +215,5 @@ def test_the_command_says_so_and_ends_with_a_status(capsys, gigabytes, status, s
         line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip()
     )
     assert table["fits"].strip() == said
-    assert main(["--model", "nowhere/at all", "--frames", "64"]) == 2
+    assert main(["--model", "nowhere/at all", "--frames", "64"]) == 79
     assert capsys.readouterr().err.startswith("error: cannot load the model nowhere")

@@ -56,7 +56,7 @@ def test_the_weights_are_looked_for_where_all_else_is_right_and_by_the_threads_a
     before = torch.get_num_threads()
     try:
         status, lines = infer("--model", weightless, "--prompt", "Why?", "--threads", 3)
-        assert status == 1 and f"cannot load the model {weightless}: " in lines[-1]
+        assert status == 79 and f"cannot load the model {weightless}: " in lines[-1]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
             [] if "--video" in options or "--image" in options else ["--video", demo.video_path()]
         )
         status, lines = infer("--model", weightless, "--prompt", "Why?", *options.split(), *video)
-        assert status == 1 and len(lines) == 1, options
+        assert status in (65, 78, 79) and len(lines) == 1, options
         assert lines[0].startswith("error (host 0): ") and message in lines[0]
         assert os.listdir() == ["text.png"], "nothing is left behind"
 

@@ -97,7 +97,7 @@ def test_type_checkers_see_the_same_names():
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     read = {alias.name: statement.module for statement in block.body for alias in statement.names}
-    assert read == apbv._HOMES
+    assert read == apbv._SUBMODULES
     assert not hasattr(apbv, "nonsense")
     assert {getattr(apbv, name).__name__ for name in apbv.__all__} == set(apbv.__all__)
 

@@ -226,7 +226,7 @@ def test_code_of_a_checkpoint_never_runs_and_nobody_is_asked(checkpoints, tmp_pa
         ):
             failure = described(load)
             refused = (
-                "ValueError: cannot load the model" in failure
+                "UnsupportedModelError: cannot load the model" in failure
                 and "code of its own, which is never" in failure
             )
             assert refused or (failure == "nothing raised" and file != "config.json"), failure

@@ -337,8 +337,8 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
     for failure in pool.run(2, refused_job, path, 2):
         assert (
             failure
-            == "ValueError: quantized weights are not split across the processes of a host: use "
-            "more hosts"
+            == "InvalidConfigError: quantized weights are not split across the processes of a "
+            "host: use more hosts"
         )
     assert "are not split" in described(lambda: plan(path, tokens=9, tensor_parallel=2))
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -369,7 +369,7 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
             assert "would round quantized weights again" in merge
         for failure in pool.run(2, refused_job, str(without), 1):
             assert failure.startswith(
-                f"ValueError: cannot load weights quantized by {reason} on cpu: "
+                f"UnsupportedModelError: cannot load weights quantized by {reason} on cpu: "
             ), failure
 
 

@@ -196,15 +196,15 @@ def test_what_cannot_be_is_refused(pool, checkpoints):
     path = str(checkpoints("llama"))
     for whole, odd_group, few_heads, subgroup, own_kv, draft_host in pool.run(4, refused_job, path):
         assert whole.startswith(
-            "ValueError: the model is shard 0 of 1, but this process is TP rank "
+            "InvalidConfigError: the model is shard 0 of 1, but this process is TP rank "
         )
-        assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
+        assert odd_group.startswith("InvalidConfigError: 4 process(es) cannot form hosts of 3 each")
         assert "2 KV heads cannot be split evenly across 4 processes" in few_heads
-        assert subgroup.startswith("ValueError: subgroups are not supported")
+        assert subgroup.startswith("InvalidConfigError: subgroups are not supported")
         assert own_kv.startswith(
-            "ValueError: std, with which the target drafts itself, is not supported"
+            "InvalidConfigError: std, with which the target drafts itself, is not supported"
         )
-        assert draft_host.startswith("ValueError: a draft host is not supported")
+        assert draft_host.startswith("InvalidConfigError: a draft host is not supported")
 
 
 def failing_job(processes: HostGroup, path: str, told: Path):

@@ -129,8 +129,8 @@ def test_an_allocator_that_fails_is_one_clear_error():
 
 def test_an_allocator_that_fails_on_one_host_is_a_clear_error_on_all(tmp_path):
     outcomes = run_fresh(Store(tmp_path), 2, exhausted_job, "prefill", 1)
-    quoting, own = (outcome.result for outcome in outcomes)
-    assert own.startswith(
+    first, second = (outcome.result for outcome in outcomes)
+    assert second.startswith(
         "NotEnoughMemoryError: host 1 ran out of memory on cpu in the prefill of a prompt of "
     )
-    assert quoting.startswith("HostError: host 1 failed in ") and "out of memory" in quoting
+    assert first == second

@@ -1,0 +1,45 @@
+"""Offers a prefill's KV over the network, to a consumer such as vLLM with apbv's connector."""
+
+from dataclasses import asdict
+
+from ...refusals import refuse
+from ..offers import Offers
+from ..sending import Share
+from ..ticket import Ticket, new_token, new_transfer
+from .prefilled import PrefilledKV, facts_of, hybrid_name, local_heads
+
+
+def offer(prefilled: PrefilledKV, offers: Offers) -> Ticket | None:
+    """Export the KV; collective; see :meth:`apbv.PrefillResult.offer`."""
+    hosts = prefilled.kv.hosts
+    refuse(
+        handing_over="offer()",
+        reduction=None if prefilled.reduction is None else prefilled.reduction.method,
+        hybrid=hybrid_name(prefilled),
+    )
+    names = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
+    transfer, token = hosts.broadcast_bytes(names).decode().split()
+    try:
+        # Every process holds its KV.
+        with hosts.local_stage("offering the KV"):
+            share = prefilled.kv.held()
+            if share is not None:
+                tokens, layers = share
+                offers.hold(transfer, token, Share(tokens, local_heads(prefilled), layers))
+            facts = asdict(facts_of(prefilled)) if hosts.is_leader else {}
+        addresses = hosts.gather_json(None if share is None else offers.address)
+
+        # The leader's ticket names them all.
+        if not hosts.is_leader:
+            return None
+        sources = []
+        for address in addresses:
+            if address is not None:
+                host, port = address
+                sources.append((host, port))
+        ticket = Ticket(transfer=transfer, token=token, sources=tuple(sources), **facts)
+        offers.publish(ticket)
+        return ticket
+    except BaseException:
+        offers.drop(transfer)
+        raise
