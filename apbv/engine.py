@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_type
-from .decode.answer import finish_reason
+from .decode.answer import begin_answer, finish_reason
 from .decode.batch import Batch, Member, model_batching_obstacle
 from .decode.text import AnswerText
 from .errors import (
@@ -627,7 +627,8 @@ class Engine:
         member = None
         with self.hosts.local_stage("joining the batch"):
             if self.hosts.rank == request.decode_host:
-                member = batch.join(begun.state, begun.read.request, begun.draft)
+                answer = begin_answer(self.parts, begun.state, begun.read.request)
+                member = batch.join(answer, begun.draft)
         decode_stage = ExitStack()
         decode_stage.enter_context(request.timer.stage("decode"))
         return _RunningAnswer(begun, member, decode_stage)

@@ -228,7 +228,7 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
     def together() -> None:
         with apbv_attention(parts.language_model):
             for prompt in prompts:
-                batch.join(prompt, request)
+                batch.join(prompt.begin_answer(parts, request))
             while len(batch):
                 batch.step()
 

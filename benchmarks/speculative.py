@@ -33,6 +33,7 @@ from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.decode.answer import begin_answer
 
 # isort: split
 from tqdm import tqdm
@@ -151,7 +152,7 @@ def decode_together(
     began = time.perf_counter()
     with engine.attention():
         members = [
-            batch.join(state, read.request, draft)
+            batch.join(begin_answer(engine.parts, state, read.request), draft)
             for read, state, draft in begun
             if engine.hosts.is_leader
         ]

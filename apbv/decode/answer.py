@@ -12,7 +12,10 @@ from ..config import SamplingParams
 from ..device_copy import fetch, to_device
 from ..errors import ModelOutputError
 from ..grammar import Grammar
+from ..input.request import Request
 from ..logprobs import TokenLogprobs, log_probabilities
+from ..model.parts import ModelParts
+from ..prefilling.result import PrefillResult
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
 
@@ -222,6 +225,24 @@ def finish_reason(
     ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
+
+
+def begin_answer(parts: ModelParts, prefill: PrefillResult, request: Request) -> Answer:
+    """Begin an answer to a prefilled prompt, without tokens."""
+    return Answer(
+        decoder=Decoder(parts, prefill.kv, prefill.next_position),
+        logits=prefill.logits[0],
+        prompt_len=prefill.num_tokens,
+        sampling=request.sampling,
+        eos_token_ids=parts.eos_token_ids,
+        on_token=request.on_token,
+        on_first_token=prefill.timer.mark_first_token,
+        stop=request.stop,
+        prompt_ids=prefill.inputs.input_ids[0],
+        logprobs=request.logprobs,
+        grammar=None if request.grammar is None else request.grammar.copy(),
+        ready=prefill.timer.prefilled.event,
+    )
 
 
 def generate_tokens(answer: Answer) -> list[int]:

@@ -7,7 +7,7 @@ place.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,19 +15,11 @@ from transformers import DynamicCache
 
 from ..device_copy import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
-from ..input.request import Request
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
 from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
-
-
-class PrefilledPrompt(Protocol):
-    """A prompt whose KV is computed, such as :class:`apbv.PrefillResult`."""
-
-    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
-        """Begin an answer to this prompt, without tokens."""
 
 
 class Member:
@@ -143,20 +135,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self._members)
 
-    def join(self, state: PrefilledPrompt, request: Request, draft: None = None) -> Member:
-        """Add a prefilled prompt, without copying its KV.
+    def join(self, answer: Answer, draft: None = None) -> Member:
+        """Add an answer that has no tokens yet, without copying its prompt's KV.
 
         The prefill may still run on the GPU without blocking other sequences: the answer begins
-        with the first step after it. The request's ``on_token`` and ``stop`` are called in the
-        thread that steps.
+        with the first step after it. Its ``on_token`` and ``stop`` are called in the thread that
+        steps.
 
         Args:
+            answer: from :func:`~.answer.begin_answer`.
             draft: none here; :class:`apbv.speculate.speculative_batch.SpeculativeBatch` takes one.
 
         Raises:
             InvalidConfigError: the KV is not gathered on this host.
         """
-        answer = state.begin_answer(self._parts, request)
         if not isinstance(answer.decoder.cache, DynamicCache):
             raise InvalidConfigError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:

@@ -13,6 +13,7 @@ from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
+from ..kv.export.prefilled import identify
 from ..kv.placement import ShardedKV
 from ..model.attention import apbv_attention
 from ..model.linear_attention import LinearStates
@@ -29,7 +30,7 @@ from .methods import PrefillMethod, method_alone, resolve_method
 from .placeholder_exchange import PlaceholderRows, encode_and_exchange
 from .prefill_observer import PrefillObserver, SplitPrompt
 from .reduction.pruning import reduce_prompt, require_reducible
-from .result import PrefillResult, identify
+from .result import PrefillResult
 from .split_linear_attention import share_states
 
 _WEIGHTS = "a sample of the model's weights"

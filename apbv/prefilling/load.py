@@ -15,6 +15,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
+from ..kv.export.prefilled import identify, own_heads
 from ..kv.facts import ModelIdentity
 from ..kv.placement import GatheredKV, ShardedKV
 from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
@@ -23,7 +24,7 @@ from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
 from .reduction.choosing import Reduction
-from .result import PrefillResult, identify, own_heads
+from .result import PrefillResult
 
 
 def load(

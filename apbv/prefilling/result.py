@@ -1,70 +1,22 @@
 """Result of a prefill, which can be decoded, passed to transformers, saved or exported."""
 
-import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..decode.answer import Answer
-from ..decode.runner import Decoder
-from ..device_copy import to_device
-from ..errors import InvalidRequestError
-from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..input.request import Request
-from ..kv.cache import first_tokens
-from ..kv.facts import KVFacts, ModelIdentity, digest_of_positions, digest_of_tokens, from_json
+from ..kv.export import disk, huggingface, network
+from ..kv.facts import ModelIdentity
 from ..kv.offers import Offers
 from ..kv.placement import PlacedKV
-from ..kv.sending import Share
-from ..kv.storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
-from ..kv.ticket import Ticket, new_token, new_transfer
-from ..layout import ContextLayout, split_evenly
-from ..model.digest import config_digest
-from ..model.parts import ModelParts
-from ..refusals import refuse
+from ..kv.ticket import Ticket
+from ..layout import ContextLayout
 from ..stats import StageTimer
-from ..versions import CACHE_ARGUMENT
 from .reduction.choosing import Reduction
-
-
-class HandoffCache(DynamicCache):
-    """A prompt's KV for transformers' ``generate``, which rejects unsupported options.
-
-    Assisted decoding would run the whole prompt again on top of this KV, and return wrong tokens.
-
-    Args:
-        num_tokens: the number of tokens whose KV will be put into the cache.
-    """
-
-    def __init__(self, num_tokens: int):
-        super().__init__()
-        self._num_tokens = num_tokens
-
-    def activate_past_recording(self):
-        # Assisted decoding calls this first, plain decoding after it has run the rest of the
-        # prompt.
-        if self.get_seq_length() <= self._num_tokens:
-            raise InvalidRequestError(
-                "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its "
-                "KV, which gives wrong tokens; for speculative decoding use Engine(speculate=…), "
-                "or launch/infer.py --speculate"
-            )
-        super().activate_past_recording()
-
-    def update(self, key_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if key_states.shape[0] != 1:
-            raise InvalidRequestError(
-                "the KV is of one sequence: num_beams and num_return_sequences must be 1; for "
-                "another answer call generate() again, with new generate_inputs()"
-            )
-        return super().update(key_states, *args, **kwargs)
 
 
 @dataclass
@@ -132,11 +84,7 @@ class PrefillResult:
         Raises:
             InvalidRequestError: the KV was gathered on host 0 and ``host`` is another one.
         """
-        cache = self.kv.to_dynamic_cache(host)
-        states = self.kv.states
-        if cache is None or states is None:
-            return cache
-        return states.among(cache)
+        return huggingface.to_dynamic_cache(self, host)
 
     def generate_inputs(self) -> dict[str, Any]:
         """Return arguments with which ``model.generate`` continues from this prefill, on host 0.
@@ -156,41 +104,7 @@ class PrefillResult:
             InvalidRequestError: the model is a hybrid, whose states cannot take the last token
                 back.
         """
-        refuse(handing_over="generate_inputs()", hybrid=self._hybrid)
-        cache = self.to_dynamic_cache(host=0)
-        if cache is None:
-            return {}
-        device = cache.layers[0].keys.device
-        input_ids = to_device(self.inputs.input_ids, device)
-        position_ids = to_device(self.inputs.position_ids, device)
-        if position_ids.dim() == 3:
-            # Row 0 holds plain text positions, from which transformers builds its masks.
-            text_positions = torch.arange(self.num_tokens, device=device)[None, None]
-            position_ids = torch.cat([text_positions, position_ids])
-        num_handed = self.num_tokens - 1
-        return {
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "position_ids": position_ids,
-            CACHE_ARGUMENT: first_tokens(cache, num_handed, HandoffCache(num_handed)),
-        }
-
-    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
-        """Begin an answer to this prompt, without tokens."""
-        return Answer(
-            decoder=Decoder(parts, self.kv, self.inputs.next_position),
-            logits=self.logits[0],
-            prompt_len=self.num_tokens,
-            sampling=request.sampling,
-            eos_token_ids=parts.eos_token_ids,
-            on_token=request.on_token,
-            on_first_token=self.timer.mark_first_token,
-            stop=request.stop,
-            prompt_ids=self.inputs.input_ids[0],
-            logprobs=request.logprobs,
-            grammar=None if request.grammar is None else request.grammar.copy(),
-            ready=self.timer.prefilled.event,
-        )
+        return huggingface.generate_inputs(self)
 
     def save(self, path: str | Path) -> None:
         """Write the KV to a directory, for :func:`apbv.load` on any number of hosts; collective.
@@ -205,30 +119,7 @@ class PrefillResult:
             StorageError: a file cannot be written, or the hosts do not share the directory.
             HostError: another host failed.
         """
-        path = Path(path)
-        hosts = self.kv.hosts
-        generation = secrets.token_hex(8).encode() if hosts.is_leader else b""
-        generation = hosts.broadcast_bytes(generation).decode()
-        writer = Writer(path, generation)
-        try:
-            with hosts.local_stage("saving the KV"):
-                number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-                shard = None
-                share = self.kv.held()
-                if share is not None:
-                    tokens, layers = share
-                    shard = writer.write_shard(number, tokens, self._local_heads(), layers)
-            gathered = hosts.gather_json(None if shard is None else asdict(shard))
-            with hosts.local_stage("saving the KV"):
-                if hosts.is_leader:
-                    shards = tuple(
-                        from_json(Shard, fields) for fields in gathered if fields is not None
-                    )
-                    writer.publish(self._manifest(writer, shards))
-        except BaseException:
-            if hosts.is_leader:
-                writer.discard()
-            raise
+        disk.save(self, path)
 
     def offer(self, offers: Offers) -> Ticket | None:
         """Export the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
@@ -252,116 +143,4 @@ class PrefillResult:
             StorageError: the server is shutting down.
             HostError: another host failed.
         """
-        hosts = self.kv.hosts
-        refuse(
-            handing_over="offer()",
-            reduction=None if self.reduction is None else self.reduction.method,
-            hybrid=self._hybrid,
-        )
-        names = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
-        transfer, token = hosts.broadcast_bytes(names).decode().split()
-        try:
-            with hosts.local_stage("offering the KV"):
-                share = self.kv.held()
-                if share is not None:
-                    tokens, layers = share
-                    offers.hold(transfer, token, Share(tokens, self._local_heads(), layers))
-                facts = asdict(self._facts()) if hosts.is_leader else {}
-            addresses = hosts.gather_json(None if share is None else offers.address)
-            if not hosts.is_leader:
-                return None
-            sources = []
-            for address in addresses:
-                if address is not None:
-                    host, port = address
-                    sources.append((host, port))
-            ticket = Ticket(transfer=transfer, token=token, sources=tuple(sources), **facts)
-            offers.publish(ticket)
-            return ticket
-        except BaseException:
-            offers.drop(transfer)
-            raise
-
-    @property
-    def _hybrid(self) -> str | None:
-        """A hybrid model's name in a refusal; None for other models."""
-        return None if self.kv.states is None else "hybrid"
-
-    def _facts(self) -> KVFacts:
-        """Describe the KV, on the leader."""
-        layers = self.kv.cache.layers
-        return KVFacts(
-            **asdict(self.model()),
-            num_tokens=self.num_tokens,
-            tokens_sha256=digest_of_tokens(self.inputs.input_ids[0]),
-            positions_sha256=digest_of_positions(self._positions()),
-            position_rule=self.inputs.position_rule,
-            dtype=str(layers[0].keys.dtype).removeprefix("torch."),
-            num_layers=len(layers),
-            num_kv_heads=layers[0].keys.shape[1] * self.kv.hosts.tensor_parallel_size,
-            head_dim=layers[0].keys.shape[-1],
-            method=self.method,
-            exact=self.exact,
-        )
-
-    def _positions(self) -> Tensor:
-        """Return the rotary positions to compare: ``[3, n]`` for M-RoPE models, else ``[n]``."""
-        position_ids = self.inputs.position_ids
-        return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
-
-    def _local_heads(self) -> range:
-        """Return this process's KV heads."""
-        hosts = self.kv.hosts
-        num_local_heads = self.kv.cache.layers[0].keys.shape[1]
-        return own_heads(num_local_heads * hosts.tensor_parallel_size, hosts)
-
-    def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
-        """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
-        inputs = self.inputs
-        layout = self.layout
-        visual = None
-        if inputs.visual is not None:
-            visual = StoredVisual(inputs.visual.kind, inputs.num_visual_tokens)
-        reduction = None
-        if self.reduction is not None:
-            reduction = StoredReduction(
-                self.reduction.method,
-                float(self.reduction.ratio),
-                self.reduction.num_before,
-                tuple(self.reduction.kept.tolist()),
-            )
-        tensors = {"logits": self.logits, "position_ids": self._positions()}
-        if self.kv.states is not None:
-            tensors |= self.kv.states.named
-        return Manifest(
-            **asdict(self._facts()),
-            generation=writer.generation,
-            apbv_version=version("apbv"),
-            token_ids=tuple(inputs.input_ids[0].tolist()),
-            context_start=inputs.context_start,
-            query_start=inputs.query_start,
-            visual=visual,
-            density=self.density,
-            reduction=reduction,
-            anchor_len=len(layout.anchor),
-            passing_len=layout.passing_len,
-            prompt=writer.write_prompt(**tensors),
-            shards=shards,
-        )
-
-
-def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:
-    """Return the range of the whole model's KV heads that this process has."""
-    return split_evenly(range(num_kv_heads), hosts.tensor_parallel_size)[hosts.tensor_parallel_rank]
-
-
-def identify(parts: ModelParts) -> ModelIdentity:
-    """Identify a model by its configuration and weights, so that no other model reads its KV."""
-    config = parts.model.config
-    return ModelIdentity(
-        model=str(config.name_or_path),
-        revision=getattr(config, "_commit_hash", None),
-        family=parts.family,
-        config_sha256=config_digest(config),
-        weights_sha256=parts.weights_digest(),
-    )
+        return network.offer(self, offers)

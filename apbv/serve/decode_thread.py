@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+from ..decode.answer import begin_answer
 from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..errors import RequestCancelled
@@ -124,7 +125,8 @@ class DecodeThread:
             for choice in range(order.num_answers):
                 stream = AnswerStream(output, order, self._decode, choice)
                 request = stream.request_for_answer(begun.read.request)
-                member = batch.join(state, request, draft)
+                answer = begin_answer(self._engine.parts, state, request)
+                member = batch.join(answer, draft)
                 self._members[member] = (output, stream)
                 # The next answer copies the KV, and has no draft.
                 state = replace(state, kv=state.kv.behind(state.layout))

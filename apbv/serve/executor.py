@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 
+from ..decode.answer import begin_answer
 from ..engine import Engine
 from ..errors import without_frames
 from ..generated import GenerateResult
@@ -133,7 +134,7 @@ class Executor:
         hosts = state.kv.hosts
         chosen = None
         with hosts.local_stage("choosing the first token"):
-            answer = state.begin_answer(self.engine.parts, replace(request, stop=None))
+            answer = begin_answer(self.engine.parts, state, replace(request, stop=None))
             if hosts.is_leader:
                 chosen = answer.pick(answer.logits, answer.next_index).fetch(hosts.wait_for_device)
         token, _ = answer.agree(chosen)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import SpeculativeConfig
+from ..decode.answer import begin_answer
 from ..errors import HostError
 from ..input.request import Request
 from ..model.parts import ModelParts
@@ -68,7 +69,7 @@ class ParallelSpeculation:
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
             if observer is not None:
                 pair.send_scores(observer.result())
-            answer = state.begin_answer(self._target, request)
+            answer = begin_answer(self._target, state, request)
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}

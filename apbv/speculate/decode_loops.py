@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..config import SpeculativeConfig
-from ..decode.answer import generate_tokens
+from ..decode.answer import begin_answer, generate_tokens
 from ..decode.batch import Batch
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup
@@ -96,7 +96,8 @@ class Autoregressive:
     def decode(self, request: Request, state: PrefillResult) -> DecodedAnswer:
         """Decode the answer to a prompt that was prefilled or loaded."""
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
-            return DecodedAnswer(generate_tokens(state.begin_answer(self._parts, request)))
+            answer = begin_answer(self._parts, state, request)
+            return DecodedAnswer(generate_tokens(answer))
 
 
 def _scores_of_whole_prompt(observer: PrefillObserver, reduction: Reduction) -> Tensor:
@@ -207,7 +208,7 @@ class SequentialSpeculation:
 
     def _decode(self, draft: Draft, state: PrefillResult, request: Request):
         config = self._config
-        answer = state.begin_answer(self._target, request)
+        answer = begin_answer(self._target, state, request)
         if draft.runs(self._target):
             draft.drafter.newest_kv = answer.decoder.newest_kv
         pace = Pace(config.num_draft_tokens, config.keep_losing_draft)

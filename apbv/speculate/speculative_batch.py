@@ -18,12 +18,11 @@ from torch.nn import functional
 
 from ..config import SpeculativeConfig
 from ..decode.answer import NO_TOKEN, Answer
-from ..decode.batch import Batch, Member, PrefilledPrompt, TokenReader
+from ..decode.batch import Batch, Member, TokenReader
 from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
 from ..device_copy import fetch, to_device
 from ..errors import InvalidConfigError
-from ..input.request import Request
 from ..model.parts import ModelParts
 from .draft import Draft
 from .drafters import ModelDrafter
@@ -190,15 +189,13 @@ class SpeculativeBatch(Batch):
         # By the identity of the parts of a model that drafts.
         self._draft_runners: dict[int, BatchRunner] = {}
 
-    def join(
-        self, state: PrefilledPrompt, request: Request, draft: Draft | None = None
-    ) -> DraftingMember:
-        """Add a prefilled prompt as :meth:`Batch.join` does.
+    def join(self, answer: Answer, draft: Draft | None = None) -> DraftingMember:
+        """Add an answer as :meth:`Batch.join` does.
 
         Args:
             draft: its draft, built in the current stream.
         """
-        member = super().join(state, request)
+        member = super().join(answer)
         if draft is not None and member.answer.sampling.is_constrained:
             member.stats.switch_off(CONSTRAINED, 0)
         elif draft is not None:

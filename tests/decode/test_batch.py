@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
+from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.errors import ModelOutputError
 from apbv.input.request import Question, Request
@@ -85,7 +86,11 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
             batch.step()
         state = prefilled(family, number)
         members.append(
-            batch.join(state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number)))
+            batch.join(
+                begin_answer(
+                    parts, state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number))
+                )
+            )
         )
     run(batch)
     for number, member in enumerate(members):
@@ -117,7 +122,7 @@ def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
             request = asked(
                 state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most
             )
-            members.append(batch.join(state, request))
+            members.append(batch.join(begin_answer(parts, state, request)))
         going = [number for number, member in enumerate(members) if not member.has_ended]
         if going and chance.random() < 0.1:
             number = chance.choice(going)
@@ -138,12 +143,12 @@ def test_first_tokens_come_before_anybody_is_decoded_further():
     one = prefilled()
     other = prefilled("llama", 1)
     batch = Batch(parts)
-    first = batch.join(one, asked(one))
+    first = batch.join(begin_answer(parts, one, asked(one)))
     assert batch.step() == [first] and batch.step() == [first]
-    second = batch.join(other, asked(other))
+    second = batch.join(begin_answer(parts, other, asked(other)))
     assert batch.step() == [second] and batch.step() == [first, second]
     run(batch)
-    again = batch.join(one, asked(one))
+    again = batch.join(begin_answer(parts, one, asked(one)))
     run(batch)
     assert first.tokens == again.tokens == alone(one, parts)
 
@@ -153,10 +158,12 @@ def test_a_step_whose_members_have_all_ended_is_forgotten():
     state = prefilled()
     batch = Batch(parts_of())
     batch._runs_ahead = True
-    ends = batch.join(state, asked(state, stop=lambda tokens: len(tokens) == 2))
+    ends = batch.join(
+        begin_answer(parts_of(), state, asked(state, stop=lambda tokens: len(tokens) == 2))
+    )
     assert batch.step() == [ends] and batch.step() == [ends] and ends.has_ended
     other = prefilled("llama", 1)
-    goes_on = batch.join(other, asked(other))
+    goes_on = batch.join(begin_answer(parts_of(), other, asked(other)))
     for count in (1, 2, 3):
         assert batch.step() == [goes_on] and len(goes_on.tokens) == count
 
@@ -171,7 +178,7 @@ def test_end_tokens(request):
     first = free.index(free[4]) + 1
     options = [{}, {"ignore_eos": True}, {"min_tokens": first}, {"min_tokens": first + 1}]
     by = [replace(sampling, **each) for each in options]
-    members = [batch.join(prefilled(), asked(state, each)) for each in by]
+    members = [batch.join(begin_answer(parts, prefilled(), asked(state, each))) for each in by]
     run(batch)
     assert [member.tokens for member in members] == [alone(state, parts, each) for each in by]
     assert [member.finish_reason for member in members[:2]] == ["stop", "length"]
@@ -189,8 +196,8 @@ def test_a_member_fails_alone(fails):
     on_token = (lambda token: 1 / 0) if fails == "callback" else None
     if fails == "first":
         one.logits = one.logits * torch.nan
-    broken = batch.join(one, asked(one, on_token=on_token))
-    going = batch.join(other, asked(other))
+    broken = batch.join(begin_answer(parts, one, asked(one, on_token=on_token)))
+    going = batch.join(begin_answer(parts, other, asked(other)))
     if fails == "later":
         batch.step()
         for layer in one.kv.cache.layers:
@@ -208,7 +215,7 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
     parts = parts_of()
     states = [prefilled("llama", number) for number in range(3)]
     batch = Batch(parts)
-    *members, last = [batch.join(state, asked(state)) for state in states]
+    *members, last = [batch.join(begin_answer(parts, state, asked(state))) for state in states]
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
@@ -229,7 +236,13 @@ def test_whoever_ends_lets_go_of_the_kv():
     kept = []
     for number in range(2):
         state = prefilled("llama", number)
-        members.append(batch.join(state, asked(state, replace(GREEDY, max_new_tokens=2 + number))))
+        members.append(
+            batch.join(
+                begin_answer(
+                    parts_of(), state, asked(state, replace(GREEDY, max_new_tokens=2 + number))
+                )
+            )
+        )
         kept.append(weakref.ref(state.kv.cache.layers[-1]))
         del state
     batch.step()
@@ -245,7 +258,7 @@ def test_what_is_not_decoded_together(monkeypatch):
     parts = parts_of()
     state = prefilled(kv="sharded")
     with pytest.raises(ValueError, match="gathered on this host"):
-        Batch(parts).join(state, asked(state))
+        Batch(parts).join(begin_answer(parts, state, asked(state)))
     monkeypatch.setitem(parts.language_model.config.rope_parameters, "rope_type", "dynamic")
     with pytest.raises(
         ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"

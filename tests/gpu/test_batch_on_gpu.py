@@ -4,6 +4,7 @@ fault."""
 import pytest
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
+from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -51,7 +52,13 @@ def together(engine: Engine, clip, gpu) -> list[list[int]]:
                 count = LENGTHS[len(members)]
                 ends = {"sampling": by, "stop": lambda tokens, count=count: len(tokens) == count}
                 members.append(
-                    batch.join(state, Request(Question(), StageTimer(engine.hosts), **ends))
+                    batch.join(
+                        begin_answer(
+                            engine.parts,
+                            state,
+                            Request(Question(), StageTimer(engine.hosts), **ends),
+                        )
+                    )
                 )
                 del state
             gpu.mark("step")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
-from apbv.decode.answer import generate_tokens
+from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
 from apbv.hosts import Exchange
 from apbv.input.request import Question, Request
@@ -120,7 +120,11 @@ def batch_events(layers: int, temperature: float) -> Events:
         state = _prefill(parts, HostGroup.single("cuda:0"))
         batch = Batch(parts)
         for _ in range(ANSWERS):
-            batch.join(state, Request(Question(), state.timer, sampling=_sampling(temperature)))
+            batch.join(
+                begin_answer(
+                    parts, state, Request(Question(), state.timer, sampling=_sampling(temperature))
+                )
+            )
         while len(batch):
             gpu.mark("step")
             batch.step()

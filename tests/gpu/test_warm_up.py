@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from apbv import HostGroup, SamplingParams
+from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -26,7 +27,11 @@ def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
         if in_batch:
             batch = Batch(engine.parts)
             batch.join(
-                state, Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4))
+                begin_answer(
+                    engine.parts,
+                    state,
+                    Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4)),
+                )
             )
             with apbv_attention(engine.parts.language_model):
                 while batch:

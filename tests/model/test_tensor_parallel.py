@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
+from apbv.kv.export.prefilled import own_heads
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
-from apbv.prefilling.result import own_heads
 
 import families
 from engines import QUESTION

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from apbv.config import SamplingParams
+from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.kv.cache import GROWTH_ROWS
 from apbv.serve.job import Job
@@ -256,7 +257,7 @@ def test_what_counts_is_what_buffers_take(app):
     state = engine.prefill("x" * 40)
     taken = []
     batch = Batch(engine.parts)
-    member = batch.join(state, order.request(engine.hosts, []))
+    member = batch.join(begin_answer(engine.parts, state, order.request(engine.hosts, [])))
     while len(batch):
         if member.kv is not None:  # from the first step on
             taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))

@@ -331,5 +331,5 @@ def test_what_cannot_work_is_refused(capsys):
         engine.generate(QUESTION, images=[families.synthetic_image()])
     main = runpy.run_path(str(INFER))["main"]
     tabed = ["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"]
-    assert main(["--model", "demo", "--speculate", *tabed]) == 1
+    assert main(["--model", "demo", "--speculate", *tabed]) == 78
     assert "cannot load no.such:caption" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
+from apbv.decode.answer import begin_answer
 from apbv.input.request import Question, Request
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
@@ -186,7 +187,10 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 )
                 stop = chance.choice([STEPS, chance.randint(1, STEPS)])
                 request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
-                member = batch.join(state_of(number), request, draft_of(kind, number, sampling))
+                member = batch.join(
+                    begin_answer(parts_of(), state_of(number), request),
+                    draft_of(kind, number, sampling),
+                )
                 going[member] = kind, number, sampling, stop, request.logprobs
             if chance.random() < 0.1:  # a pass that fails may be taken again
                 with suppress(MemoryError), monkeypatch.context() as patch:
@@ -229,7 +233,10 @@ def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
     sampling = SAMPLINGS[0]
     rates = []
     for number in (0, 1):
-        member = batch.join(state_of(number), asked(sampling), draft_of(kind, number, sampling))
+        member = batch.join(
+            begin_answer(parts_of(), state_of(number), asked(sampling)),
+            draft_of(kind, number, sampling),
+        )
         rates.append(member.acceptance.rate)
         while len(batch):
             batch.step()
@@ -261,11 +268,11 @@ class TableBatch(SpeculativeBatch):
 class TablePrompt(TableModel):
     """Begins an answer that a table gives; drafts with a model of its own for each seed."""
 
-    def begin_answer(self, parts, request: Request):
+    def begin(self, sampling: SamplingParams):
         self.cache = DynamicCache()
         self.next_position = 0
-        self.seed = request.sampling.seed
-        return self.answer(request.sampling)
+        self.seed = sampling.seed
+        return self.answer(sampling)
 
 
 @pytest.mark.thorough
@@ -286,7 +293,8 @@ def test_sampled_answers_are_distributed_as_the_targets_own(monkeypatch):
             q = tables(4) + tables(4, 1) / 3 if seed % 4 == 0 else tables(4, 1)[:, :3]
             prompt = TablePrompt(tables(4), q)
             sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=seed)
-            members.add(batch.join(prompt, asked(sampling), Draft(prompt, 0) if seed % 5 else None))
+            draft = Draft(prompt, 0) if seed % 5 else None
+            members.add(batch.join(prompt.begin(sampling), draft))
             seed += 1
         batch.step()
         said.update(tuple(member.tokens) for member in members if member.has_ended)
