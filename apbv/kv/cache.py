@@ -223,7 +223,7 @@ class ShardedLayer(GrowingLayer):
             values = [value_states[:, :, rows.start : rows.stop] for rows in self._owned_rows]
             self.hold(torch.cat(keys, dim=2), torch.cat(values, dim=2))
             return key_states, value_states
-        # With room for what is appended to them.
+        # On host 0 they are copied into buffers with room for the tokens that follow.
         self.reserve(key_states, sum(len(run) for run in self._owned_rows))
         row = 0
         for run in self._owned_rows:
@@ -409,7 +409,7 @@ class LayerGather:
         self._exchange: Exchange | None = None  # of the newest layer
 
     def __del__(self):
-        # Also if the prefill has ended early: a buffer in transfer must not be freed.
+        # A buffer in transfer must not be freed, also if the prefill has ended early.
         if self._exchange is not None:
             self._exchange.wait()
 
