@@ -56,8 +56,9 @@ def connect_hosts(hosts: HostGroup, stack: ExitStack) -> "Links | Link":
 
 
 class Links:
-    """Host 0's connections to the other hosts, and the outputs of requests whose answers these
-    decode.
+    """Host 0's connections to the other hosts.
+
+    It has the outputs of requests whose answers the other hosts decode.
 
     Attributes:
         greeting: for the constructors of the others' :class:`Link`.
@@ -166,8 +167,10 @@ class Link:
         self.messages: list[AnswerMessage] = []
 
     def listen(self, prefill: Callable[[WorkOrder, Iterator[bytes]], None]) -> None:
-        """Note cancellations in a thread, and call a function with each order and its files'
-        bytes."""
+        """Read in a thread: note cancellations, and pass orders to a function.
+
+        It is called with each order and its files' bytes.
+        """
         Thread(target=self._read, args=(prefill,), name="orders", daemon=True).start()
 
     def flush(self) -> None:
@@ -200,8 +203,10 @@ class Link:
 
 
 class RemoteOutput:
-    """The :class:`~.output.JobOutput` of a request on the host that decodes its answers: sends
-    messages to host 0's."""
+    """The :class:`~.output.JobOutput` of a request on the host that decodes its answers.
+
+    It sends messages to the output on host 0.
+    """
 
     def __init__(self, link: Link, number: int):
         self._link = link

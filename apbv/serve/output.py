@@ -1,5 +1,7 @@
-"""Where the tokens, ends and failures of a request's answers go, from the host that decodes
-them."""
+"""Where the tokens, ends and failures of a request's answers go.
+
+They come from the host that decodes them.
+"""
 
 import time
 from typing import Any
@@ -13,8 +15,10 @@ from .scheduler import Scheduler
 
 
 def failure_of(error: Exception) -> tuple[str, bool]:
-    """Return the message of what a request failed of, and whether the request is to blame, not
-    model or engine."""
+    """Return why a request failed, and whether the request is to blame.
+
+    If it is not, model or engine are.
+    """
     is_invalid = isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError)
     if is_invalid and str(error):
         return str(error), True

@@ -212,8 +212,10 @@ class Worker:
                 output.release()
 
     def _addressed_order(self, job: Job, output: JobOutput) -> WorkOrder:
-        """Return a request's order, with its decode host and the number by which that names the
-        output."""
+        """Return a request's order, with its decode host if that is another host.
+
+        The order then also has the number by which that host names the output.
+        """
         if job.decode_host in (0, None):
             return job.read.order
         return replace(job.read.order, decode_host=job.decode_host, number=self._links.add(output))
