@@ -81,8 +81,7 @@ class PlaceholderRows:
 
 
 def _write_rows(embeds: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Write rows ``[rows, d]`` over the embeddings ``[1, S, d]`` where ``mask``, ``[1, S]``, is
-    true."""
+    """Write rows ``[rows, d]`` over embeddings ``[1, S, d]`` where ``mask`` ``[1, S]`` is true."""
     places = mask[0].nonzero().flatten()
     embeds[0].index_copy_(0, to_device(places, embeds.device), rows)
 
