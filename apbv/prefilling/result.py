@@ -212,7 +212,7 @@ class PrefillResult:
             with hosts.local_stage("saving the KV"):
                 number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 shard = None
-                share = self.kv.held()
+                share = self.kv.local_kv()
                 if share is not None:
                     tokens, layers = share
                     shard = writer.write_shard(number, tokens, self._local_heads(), layers)
@@ -259,7 +259,7 @@ class PrefillResult:
         transfer, token = hosts.broadcast_bytes(names).decode().split()
         try:
             with hosts.local_stage("offering the KV"):
-                share = self.kv.held()
+                share = self.kv.local_kv()
                 if share is not None:
                     tokens, layers = share
                     offers.hold(transfer, token, Share(tokens, self._local_heads(), layers))
