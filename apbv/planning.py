@@ -172,8 +172,8 @@ def plan(
         prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
         speculate: how answers are drafted: the draft model and its KV take memory, too.
         dtype: the dtype of weights and KV; ``"auto"``: the config's.
-        device_memory: bytes available to each process. None: what is free on this process's device.
-            On a CPU the hosts are assumed to share this machine's memory.
+        device_memory: bytes available to each process. None: the free bytes of this process's
+            device; on a CPU the hosts are assumed to share this machine's memory.
 
     Raises:
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or

@@ -69,7 +69,7 @@ class Question(Checked):
     Attributes:
         prompt: the question.
         video: a video file, or several, which come in this order; ``"demo"``: the bundled clip.
-            The attribute is a list, as those of images and audio are.
+            This attribute is always a list, and so are ``images`` and ``audio``.
         images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
@@ -115,7 +115,9 @@ class Question(Checked):
                 files = [value]
             object.__setattr__(self, name, files)
         if "demo" in self.video and not Path("demo").exists():
-            videos = [demo.video_path() if video == "demo" else video for video in self.video]
+            videos = []
+            for video in self.video:
+                videos.append(demo.video_path() if video == "demo" else video)
             object.__setattr__(self, "video", videos)
 
 

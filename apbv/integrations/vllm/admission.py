@@ -31,7 +31,8 @@ class Admission:
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self._model_config = model_config = vllm_config.model_config
+        model_config = vllm_config.model_config
+        self._model_config = model_config
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
 
         # Identify the model.
@@ -158,7 +159,7 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
-    """Raise ValueError unless the client states that the video or images are those of the KV.
+    """Raise ValueError unless the client states that video and images are the same as the KV's.
 
     Token ids do not depend on a video's content.
     """

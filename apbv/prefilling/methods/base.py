@@ -73,7 +73,7 @@ class PrefillMethod(ABC):
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027  (most methods need none)
-        """Compute what is the same in all layers; by default nothing."""
+        """Precompute data that all layers share; by default nothing."""
 
     @property
     def gives_exact_kv(self) -> bool:

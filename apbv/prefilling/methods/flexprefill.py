@@ -91,7 +91,7 @@ def flexprefill_blocks(
 def _best_lines(
     token_shares: Tensor, block_shares: Tensor, is_aware: Tensor, config: SparseConfig
 ) -> Tensor:
-    """Choose lines of blocks: the first, and those of the others with the highest sums.
+    """Choose lines of blocks: the first one, and of the others the ones with the highest sums.
 
     A line is a column or a diagonal.
 
