@@ -245,10 +245,10 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
 
 
 def _needs(schema: Schema, references: _References) -> list[list[int]]:
-    """Return what a value of a schema cannot do without.
+    """Return groups of schemas of which a value of a schema needs one each.
 
     Returns:
-        Groups of schemas, by identity; the value contains a value of one schema of each group.
+        Groups, by the schemas' identity: the value contains a value of one schema of each group.
     """
     groups = []
     for part in _list(schema.get("allOf")):
