@@ -107,7 +107,7 @@ def check_backend(name: str, hosts: HostGroup) -> Found:
     # Sort the dtypes by what the backend does with them.
     working = []
     faults = {}
-    limits = []  # why it takes no other dtypes, which is no fault
+    limits = []  # why it takes no other dtypes, without a fault
     for dtype in DTYPES:
         reason, is_fault = obstacle(name, hosts.device, dtype)
         if reason is None:
@@ -374,7 +374,7 @@ def _select_topk(draw: Draw) -> list[Case]:
     return [_case(scores, *draw.kv(333), 50)]
 
 
-# Most lengths are no multiples of a tile's, so that the last tile is not full.
+# Most lengths are not multiples of a tile's, so that the last tile is not full.
 CASES: dict[str, Callable[[Draw], list[Case]]] = {
     "segmented_attention": _segmented,
     "verify_attention": _verify,

@@ -33,7 +33,7 @@ def flexprefill_blocks(
     long as together they hold no more than ``config.share`` of the sum of all estimates (Algorithm
     4). The other heads' pattern is vertical-slash (Algorithm 3): if the t strongest columns of
     tokens hold no more than ``config.share`` of the last queries' attention, ⌊(t + 1) / block⌋ + 1
-    columns of blocks are chosen, those with the highest sums, and diagonals likewise.
+    columns of blocks are chosen, those with the highest sums. Diagonals follow the same rule.
 
     The first column and the main diagonal are always chosen. Every head has at least
     ``config.min_blocks`` columns and as many diagonals. Of equal columns the earlier is taken, of

@@ -72,7 +72,7 @@ def why_wrong(
     head_dim: int,
     groups: int,
 ) -> str | None:
-    """Run a ring on a small problem with all hosts; return what is wrong on this host, or None.
+    """Run a ring on a small problem with all hosts; return its mistake on this host, or None.
 
     Args:
         ring: the function, which exchanges data within the hosts' process group.
