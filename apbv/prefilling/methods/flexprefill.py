@@ -40,10 +40,10 @@ def flexprefill_blocks(
     equal diagonals the nearer one.
 
     This is the rule of the released code, which counts a diagonal of tokens to one of the two
-    diagonals of blocks that it crosses. It differs in two places. There the columns' number is in
-    units of 128 tokens, whatever the size of its blocks; here in blocks. Where a block gets no
-    attention at all, the divergence there is NaN, and the head vertical-slash; here such a block
-    adds nothing to the divergence.
+    diagonals of blocks that it crosses. Two things differ: that code counts columns in units of 128
+    tokens, whatever the size of its blocks, and this one in blocks; and where a block gets no
+    attention at all, the divergence there is NaN, and the head vertical-slash, while here such a
+    block adds nothing to the divergence.
 
     Args:
         q: ``[B, Hq, S, D]``.
