@@ -1,5 +1,7 @@
-"""apbv: sequence-parallel prefill for long-video vision-language models on unmodified transformers
-models."""
+"""apbv: sequence-parallel prefill for long-video vision-language models.
+
+The models are unmodified transformers models.
+"""
 
 import sys
 from importlib import import_module

@@ -1,5 +1,4 @@
-"""The installed command ``apbv``, which runs ``apbv infer``, ``batch``, ``plan``, ``serve`` and
-``doctor``.
+"""The installed command ``apbv``: ``apbv infer``, ``batch``, ``plan``, ``serve`` and ``doctor``.
 
 torchrun --nproc-per-node 2 -m apbv infer --model demo
 apbv infer --model demo          (one host)

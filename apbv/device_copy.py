@@ -48,8 +48,10 @@ def to_device(
 
 
 def fill(tensor: Tensor, values: Tensor | Sequence) -> None:
-    """Overwrite a tensor in place with CPU numbers, without synchronization, as :func:`to_device`
-    does."""
+    """Overwrite a tensor in place with CPU numbers, without synchronization.
+
+    This copies as :func:`to_device` does.
+    """
     values = torch.as_tensor(values, dtype=tensor.dtype)
     tensor.copy_(
         values.pin_memory() if tensor.is_cuda and not values.is_cuda else values, non_blocking=True

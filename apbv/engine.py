@@ -1,5 +1,7 @@
-"""Defines Engine, which answers questions about videos, images, audio and texts on all hosts
-together."""
+"""Defines Engine, which answers questions about videos, images, audio and texts.
+
+All hosts answer a question together.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -485,8 +487,9 @@ class Engine:
     def stream(
         self, prompt: str | None = None, **given: Any
     ) -> Generator[str, None, GenerateResult]:
-        """Answer a question as :meth:`generate` does, and yield the text in pieces as it is
-        decoded; collective.
+        """Answer a question as :meth:`generate` does, and yield the text in pieces; collective.
+
+        Pieces come as they are decoded.
 
         The arguments are those of :meth:`generate` but ``on_token`` and ``stop``. Iterate on every
         host, even if only one uses the text. Closing host 0's iterator ends the answer; closing
@@ -671,8 +674,7 @@ class Engine:
     def _decode_until_one_ends(
         self, batch: Batch | None, running: Mapping[int, "_RunningAnswer"]
     ) -> "list[_EndedAnswer]":
-        """Decode a step on every decode host; return the answers that have ended, on all of
-        them."""
+        """Decode on every decode host until answers end; return these answers on all hosts."""
         members = {
             number: answer.member for number, answer in running.items() if answer.member is not None
         }
@@ -797,8 +799,9 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
     ) -> GenerateResult:
-        """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a
-        draft.
+        """Answer from a prefill, without a draft.
+
+        The prefill is one that :meth:`prefill` or :func:`apbv.load` returned.
 
         The arguments are those of :meth:`generate`. The figures are those of this answer alone;
         those of the prefill, or of loading, are ``state.timer``'s.
@@ -855,8 +858,9 @@ class Engine:
                 raise errors[0]
 
     def begin(self, request: Request) -> PrefilledRequest:
-        """Prefill a request's prompt, and build its draft if there are any, for an answer in a
-        batch of its decode host.
+        """Prefill a request's prompt, and build its draft if drafts are used.
+
+        Its answer is then decoded in a batch of its decode host.
 
         Call it on the hosts of :attr:`hosts` alone, with the same request. :meth:`batch` returns a
         batch.
@@ -952,8 +956,7 @@ class Engine:
         return self.for_kv_export()
 
     def for_kv_export(self) -> "Engine":
-        """Return an engine with the same model that leaves a prompt's KV on the hosts that computed
-        it.
+        """Return an engine with the same model that leaves KV on the hosts that computed it.
 
         It is for KV that goes elsewhere: it has no draft, and does not reuse KV, which a former
         question may have shaped, but embeddings it does.
@@ -993,7 +996,7 @@ def _settings(
 
 
 def _require_question(number: int, question: Any) -> None:
-    """Raise ValueError unless a question is a dict of arguments that :meth:`Engine.generate_all`
+    """Raise InvalidRequestError unless a question is a dict that :meth:`Engine.generate_all`
     takes."""
     known = [*(each.name for each in fields(Question)), "sampling"]
     example = "such as {'prompt': 'What happens?', 'video': 'clip.mp4'}"
@@ -1011,7 +1014,7 @@ def _require_question(number: int, question: Any) -> None:
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
-    """Raise ValueError if a settings object has the wrong type."""
+    """Raise InvalidRequestError if a settings object has the wrong type."""
     require_type(HostGroup, hosts=hosts)
     require_type(PrefillConfig, prefill=prefill)
     require_type(SpeculativeConfig, speculate=speculate)

@@ -22,7 +22,7 @@ _MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
 
 
 class Grammar:
-    """Tracks one answer and masks the tokens that the schema or grammar does not allow next.
+    """Follows one answer, and masks the tokens that its schema or grammar does not allow next.
 
     Args:
         matcher: llguidance's ``LLMatcher``.
@@ -47,8 +47,9 @@ class Grammar:
             raise RuntimeError(
                 f"the answer cannot follow its JSON schema or grammar any further: {reason:.200}"
             )
-        is_allowed = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
-        return logits.masked_fill(to_device(is_allowed == 0, logits.device), -torch.inf)
+        bits = np.unpackbits(mask, count=logits.shape[1], bitorder="little")
+        is_forbidden = torch.from_numpy(bits) == 0
+        return logits.masked_fill(to_device(is_forbidden, logits.device), -torch.inf)
 
     def take(self, token: int) -> None:
         """Advance by an allowed token."""
@@ -96,13 +97,14 @@ class Grammars:
             ) from error
         eos_tokens = list(eos_token_ids) or tokenizer.eos_token_id
         self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, eos_tokens)
-        plain = copy(tokenizer.backend_tokenizer)  # as hf.from_tokenizer passes it on
-        plain.no_padding()
-        plain.no_truncation()
-        self._checks = GrammarChecks(plain.to_str(), vocab_size, eos_tokens)
+        # Changed like hf.from_tokenizer does before it uses the tokenizer.
+        backend_tokenizer = copy(tokenizer.backend_tokenizer)
+        backend_tokenizer.no_padding()
+        backend_tokenizer.no_truncation()
+        self._checks = GrammarChecks(backend_tokenizer.to_str(), vocab_size, eos_tokens)
 
     def begin(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
-        """Check and compile a schema, or a grammar instead, for an answer that has no tokens yet.
+        """Check and compile a schema, or a grammar instead, for a new answer.
 
         Raises:
             InvalidRequestError: it is invalid, too long, too complex, or uses unsupported features.
@@ -120,7 +122,7 @@ class Grammars:
         """Reject a schema, or a grammar instead, that answers cannot follow.
 
         Args:
-            is_wanted: asked several times a second whether to go on.
+            is_wanted: called several times a second; if it returns false, the check ends.
 
         Raises:
             InvalidRequestError: it is invalid, too long, too complex, or uses unsupported features.

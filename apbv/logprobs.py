@@ -29,8 +29,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Return the logarithmic probabilities of tokens ``[S]``, and of the ``count`` most probable in
-    their places.
+    """Return log-probabilities of tokens ``[S]``, and the ``count`` highest in their places.
 
     Args:
         logits: ``[S, V]``.

@@ -46,7 +46,7 @@ _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not
 # measured.
 _GPU_OVERHEAD = 2**30
-# Numbers of frames or tokens below this are tried, to find the largest that fits.
+# To find the largest number of frames or tokens that fits, numbers below this are tried.
 _MOST_SEARCHED = 2**24
 # Maximum number of copies of the embeddings while a reduction selects among them.
 _COPIES_TO_CHOOSE = 3
@@ -57,17 +57,18 @@ class Plan:
     """Estimated memory of a prompt on every process, in bytes, and whether it is available.
 
     Attributes:
-        model: its name.
-        method, kv: the method that would run, and where it would place the KV.
+        model: the model's name.
+        method: the method that would run.
+        kv: where it would place the KV.
         num_tokens: the prompt's tokens, before pruning.
         num_visual_tokens: the tokens among these that stand for the video.
-        num_left: about how many tokens the language model reads.
+        num_left: about how many tokens the language model reads, after pruning.
         layout: how the language model's tokens are split over the hosts.
-        weights: of the model, on one process.
-        draft: of the draft model and its KV; 0 without one.
-        overhead: assumed for the device's own libraries.
+        weights: bytes of the model's weights on one process.
+        draft: bytes of the draft model and its KV; 0 without one.
+        overhead: bytes that the device's own libraries are assumed to take.
         hosts: memory of the prefill itself, for a process of every host.
-        device_memory: memory available to each process.
+        device_memory: bytes available to each process.
         most: maximum number of frames, or tokens of a text, that would fit; None: more than were
             tried.
     """
@@ -88,7 +89,7 @@ class Plan:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Peak memory of a process of every host."""
+        """Peak memory of a process of every host, in bytes."""
         return tuple(self.weights + self.draft + self.overhead + host.peak for host in self.hosts)
 
     @property
@@ -102,6 +103,7 @@ class Plan:
         return METHODS[self.method].warning(self.layout)
 
     def __str__(self) -> str:
+        # What would run.
         busiest = self.needed.index(max(self.needed))
         num_hosts = len(self.hosts)
         hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
@@ -122,6 +124,8 @@ class Plan:
         if self.warning is not None:
             lines["warning"] = self.warning
 
+        # What it takes on the busiest host: a prefill's stages come one after the other, each with
+        # its parts below it.
         lines[f"memory on host {busiest}"] = "about"
         sizes = {"weights": self.weights, "draft": self.draft, "device's libraries": self.overhead}
         for stage, parts in self.hosts[busiest].stages.items():
@@ -132,14 +136,14 @@ class Plan:
             if size:
                 lines[f"  {name}"] = _readable(size)
 
+        # Whether it fits.
         needed = _readable(max(self.needed))
         available = _readable(self.device_memory).strip()
         lines["needed"] = f"  {needed} of {available}"
         lines["fits"] = "yes" if self.fits else "no"
         unit = "frames" if self.num_visual_tokens else "tokens"
-        lines[f"{unit} that fit"] = (
-            "all that were tried" if self.most is None else f"about {self.most:,}"
-        )
+        most = "all that were tried" if self.most is None else f"about {self.most:,}"
+        lines[f"{unit} that fit"] = most
         return "\n".join(f"{name:<22}{value}" for name, value in lines.items())
 
 
@@ -167,15 +171,16 @@ def plan(
         hosts: H.
         tensor_parallel: T, the processes that share a host's model.
         prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
-        speculate: its draft model, and how much of the prompt that keeps, are taken into account.
-        dtype: of weights and KV; ``"auto"``: the config's.
-        device_memory: bytes available to each process. None: what is free on this process's device.
-            On a CPU the hosts are assumed to share this machine's memory.
+        speculate: how answers are drafted: the draft model and its KV take memory, too.
+        dtype: the dtype of weights and KV; ``"auto"``: the config's.
+        device_memory: bytes available to each process. None: the free bytes of this process's
+            device; on a CPU the hosts are assumed to share this machine's memory.
 
     Raises:
         InvalidConfigError: the model is unknown or not supported; neither frames nor tokens were
             given, or both; or visual tokens are to be pruned from a text.
     """
+    # Check the arguments.
     require_type(PrefillConfig, prefill=prefill)
     require_type(SpeculativeConfig, speculate=speculate)
     prefill = prefill or PrefillConfig()
@@ -188,6 +193,8 @@ def plan(
     _require_positive(
         num_frames=num_frames, tokens=tokens, hosts=hosts, tensor_parallel=tensor_parallel
     )
+
+    # Read the model's config, and check that it supports all this.
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config, None)
     if tensor_parallel > 1:
@@ -204,6 +211,8 @@ def plan(
         device_memory = free_memory_bytes(device) // num_processes
     frame_shape = parse_resolution(resolution) if isinstance(resolution, str) else resolution
     refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1)
+
+    # Plan.
     planner = _Planner(
         name=name,
         config=config,
@@ -225,7 +234,8 @@ def plan(
 
 
 def _require_positive(**counts: int | None) -> None:
-    """Raise ValueError for a count that is not a whole number of at least 1; None is allowed."""
+    """Raise InvalidConfigError for a count that is not a whole number of at least 1; None is
+    allowed."""
     for name, count in counts.items():
         if count is not None and not (type(count) is int and count >= 1):
             raise InvalidConfigError(f"{name} must be a whole number of at least 1, not {count!r}")
@@ -239,9 +249,9 @@ class _Prompt:
         num_tokens: all tokens.
         num_visual: the visual tokens.
         context: the tokens from the first visual one to the last; of a text, all but the query.
-        chunk_bytes: of the frames, pixels and activations that are encoded at a time.
-        num_encoded: the copies of embeddings that a host has while a reduction selects among them,
-            in tokens.
+        chunk_bytes: bytes of the frames, pixels and activations that are encoded at a time.
+        num_encoded: the embeddings that a host has while a reduction selects among them, in tokens;
+            a copy counts again.
     """
 
     num_tokens: int
@@ -256,9 +266,9 @@ class _DraftMemory:
     """Memory of a draft model.
 
     Attributes:
-        settings: how much of the prompt it reads.
-        weights: of its weights, in bytes.
-        token_bytes: of a token's KV.
+        settings: they say how much of the prompt it reads.
+        weights: bytes of its weights.
+        token_bytes: bytes of a token's KV.
     """
 
     settings: SpeculativeConfig
@@ -282,15 +292,15 @@ class _Planner:
     """Plans prompts of any length for one model and configuration.
 
     Attributes:
-        name, config, processor: the model's, as :func:`_describe` returns them.
-        sizes: of the model's decoder.
+        name, config, processor: the result of :func:`_describe` for the model.
+        sizes: the sizes of the model's decoder.
         frame_shape: height and width of the video's frames, in pixels; None: prompts are texts.
         num_hosts: H.
         tensor_parallel: T.
         prefill: how prompts are prefilled.
         method: the method that runs.
         draft: the draft model's memory; None without a draft model.
-        weights: of the model, on one process, in bytes.
+        weights: bytes of the model's weights on one process.
         itemsize: bytes per number of weights and KV.
         device: the kind of device.
         device_memory: bytes available to each process.
@@ -331,6 +341,7 @@ class _Planner:
             self.num_hosts, num_left, context.start, context.stop, self.prefill
         )
 
+        # Estimate the memory of each host, and of a draft.
         memory = []
         for host in range(self.num_hosts):
             of_host = host_memory(
@@ -382,12 +393,12 @@ class _Planner:
             return False
 
     def _text(self, num_tokens: int) -> _Prompt:
-        """Estimate a text."""
+        """Estimate a prompt that is a text."""
         context = range(max(num_tokens - self.prefill.query_len, 0))
         return _Prompt(num_tokens, 0, context)
 
     def _video(self, num_frames: int) -> _Prompt:
-        """Estimate a video with a question."""
+        """Estimate a prompt of a video and a question."""
         height, width = self.frame_shape
         video = video_size(self.config, num_frames, height, width, self.processor)
         context_stop = _TOKENS_BEFORE + video.num_rows + video.num_text_tokens
@@ -404,7 +415,8 @@ class _Planner:
 
         num_encoded = 0
         if self._ratio < 1:
-            num_encoded = _COPIES_TO_CHOOSE * ceil(video.num_rows * share / video.num_patches)
+            num_rows_here = ceil(video.num_rows * share / video.num_patches)
+            num_encoded = _COPIES_TO_CHOOSE * num_rows_here
         return _Prompt(
             num_tokens=context_stop + _TOKENS_BEHIND,
             num_visual=video.num_rows,
@@ -437,11 +449,10 @@ class VideoSize(NamedTuple):
     """Size of a video as a model reads it.
 
     Attributes:
-        num_patches: its temporal patches, each made of a frame, or of several that the model
-            merges.
+        num_patches: its temporal patches, each a frame, or several that the model merges.
         num_rows: all visual tokens.
-        num_text_tokens: the tokens between its frames.
-        pixel_bytes: of the whole video, resized, in fp32.
+        num_text_tokens: the text tokens between its frames.
+        pixel_bytes: bytes of the whole video's pixels, resized, in fp32.
     """
 
     num_patches: int
@@ -458,15 +469,16 @@ def video_size(
     This is the arithmetic of the model's own video processor, on tensors without storage.
 
     Args:
-        config: the whole model's.
+        config: the whole model's config.
         num_frames: how many frames are sampled.
-        height, width: of a frame, in pixels.
-        processor: transformers' for this model.
+        height, width: height and width of a frame, in pixels.
+        processor: transformers' video processor for this model.
 
     Raises:
-        InvalidConfigError: the model reads no video, its processor is not there, or it cannot read
+        InvalidConfigError: the model reads no video, its processor is missing, or it cannot read
             this number of frames.
     """
+    # Check.
     if config.model_type in IMAGE_FAMILIES:
         raise InvalidConfigError(
             f"{config.model_type} models read images only: give the tokens of a prompt, not the "
@@ -477,22 +489,26 @@ def video_size(
             f"a video plan needs the processor of the {config.model_type} model, not only its "
             "config"
         )
-    num_frames_read = num_frames_told(
-        prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
-    )
+
+    # Run the processor.
+    frames_per_patch = getattr(processor, "temporal_patch_size", 1)
+    num_frames_read = num_frames_told(prompts_like(config.model_type), num_frames, frames_per_patch)
     frames = torch.empty(num_frames_read, 3, height, width, dtype=torch.uint8, device="meta")
     options = {}
     if hasattr(processor, "use_token_compression"):
-        # The tokens that VideoLLaMA 3's leaves out are not known without pixels: all are counted.
+        # VideoLLaMA 3 drops tokens that differ little from the last frame's; which is not known
+        # without pixels, so all are counted.
         options["use_token_compression"] = False
     try:
         batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
     except ZeroDivisionError as error:
-        # VideoLLaMA 3's shares a number of pixels out among the frames.
+        # VideoLLaMA 3's processor divides a number of pixels among the frames.
         raise _TooManyFramesError(
             f"the video processor of the {config.model_type} model leaves no pixel for each of "
             f"{num_frames:,} frames"
         ) from error
+
+    # Count the tokens, by the model's rule.
     pixels = batch["pixel_values_videos"]
     vision = config.vision_config
     num_patches = pixels.shape[1]
@@ -504,11 +520,11 @@ def video_size(
             merge = vision.spatial_merge_size
         num_rows = num_patches * prod(sides) // merge**2
     elif config.model_type == "llava_onevision":
-        # A frame's side is halved, and a row ends the video.
+        # A frame's sides are halved, and one token ends the video.
         side = ceil(pixels.shape[-1] // vision.patch_size / 2)
         num_rows = num_patches * side**2 + 1
     elif config.model_type == "llava_next_video":
-        # Four patches of a frame make a token.
+        # Four of the tower's patches of a frame make a token.
         height, width = pixels.shape[-2:]
         num_vision_patches = (height // vision.patch_size) * (width // vision.patch_size)
         num_rows = num_patches * (num_vision_patches // 4)
@@ -538,7 +554,12 @@ def _draft_memory(
 def _describe(
     model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]
 ) -> tuple[str, PreTrainedConfig, Any]:
-    """Return a model's name, its config, and its video processor where there is one to be read."""
+    """Return a model's name, its config, and its video processor; None: it has none to read.
+
+    Args:
+        model: as in :func:`plan`.
+        demo_path: returns the directory that ``"demo"`` means.
+    """
     if isinstance(model, PreTrainedConfig):
         require_supported(model)
         return model.name_or_path or model.model_type, model, None
@@ -568,4 +589,5 @@ def _itemsize(config: PreTrainedConfig, dtype: str | torch.dtype) -> int:
 
 
 def _readable(size: int) -> str:
+    """Return a number of bytes in GB, or in MB below 0.1 GB."""
     return f"{size / 1e9:10.2f} GB" if size >= 1e8 else f"{size / 1e6:10.2f} MB"

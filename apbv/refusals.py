@@ -1,5 +1,6 @@
-"""Incompatible features and the reasons: one table for the library, the command line and the
-server.
+"""Incompatible features, and the reasons.
+
+It is one table for the library, the command line and the server.
 
 Configs, options and requests pass their features to :func:`refuse`. A feature without conflicts
 needs no entry.

@@ -1,5 +1,7 @@
-"""Warnings that point at the line of the caller's code, and errors: what failed, and what ends a
-script."""
+"""Warnings that point at the line of the caller's code, and errors.
+
+The errors say what failed, or end a script.
+"""
 
 import json
 import os

@@ -52,10 +52,10 @@ def prepared(json_schema: str) -> Schema:
     """Return a schema that is ready to be compiled.
 
     Objects have only the properties that their schema names, unless it sets
-    ``additionalProperties``: OpenAI's strict schemas say so of every object, and vLLM takes all to
-    mean it; else a weak model adds one property after the other. Left as they are: objects that
-    several schemas describe together, as with ``allOf`` or a reference beside ``properties``,
-    because none of these names all properties. Formats that are not known are left out.
+    ``additionalProperties``: OpenAI's strict schemas require this of every object, and vLLM assumes
+    it of all schemas; else a weak model adds one property after the other. This does not apply to
+    objects that several schemas describe together, as with ``allOf`` or a reference beside
+    ``properties``, because none of these schemas names all properties. Unknown formats are removed.
 
     Raises:
         InvalidRequestError: it is not a schema, allows no value, or has references that lead back
@@ -75,8 +75,8 @@ def prepared(json_schema: str) -> Schema:
     for key, (schema, _) in schemas.items():
         if isinstance(schema.get("format"), str) and schema["format"] not in _KNOWN_FORMATS:
             del schema["format"]
-        has_properties = isinstance(schema.get("properties"), dict) and "type" in schema
-        if has_properties and key not in shared:
+        names_properties = isinstance(schema.get("properties"), dict) and "type" in schema
+        if names_properties and key not in shared:
             schema.setdefault("additionalProperties", False)
     return root
 
@@ -151,7 +151,7 @@ class _References:
             return resource
         if not fragment.startswith("/"):
             return self._named.get(f"#{fragment}")
-        # A JSON pointer.
+        # The fragment is a JSON pointer: follow it.
         value = resource
         for step in unquote(fragment).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -172,7 +172,7 @@ def _text(value: Any) -> str:
 def _applied(
     root: Schema, references: _References
 ) -> tuple[dict[int, tuple[Schema, str]], set[int]]:
-    """Find all schemas, also those that only a reference leads to.
+    """Find all schemas that apply, also those that only a reference leads to.
 
     Returns:
         Each schema and its place, by the schema's identity; and the identities of the schemas that
@@ -184,6 +184,7 @@ def _applied(
     while waiting:
         schema, place, is_shared = waiting.pop()
         is_shared = is_shared or _shares_its_value(schema)
+        # A schema that is reached again is walked again only to pass on that its value is shared.
         is_newly_shared = is_shared and id(schema) not in shared
         if id(schema) in schemas and not is_newly_shared:
             continue
@@ -214,9 +215,9 @@ def _shares_its_value(schema: Schema) -> bool:
 
 
 def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _References) -> None:
-    """Reject a schema whose references lead back to itself, whatever a value has.
+    """Reject schemas that have no finite value.
 
-    It has no finite value.
+    Their references lead back to themselves whatever a value contains.
 
     Raises:
         InvalidRequestError: there is such a schema; the message names its place.
@@ -227,14 +228,15 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
         for group in groups:
             for alternative in group:
                 needed_by[alternative].append(key)
-    # Those that need nothing have an end, then those that need only such, and so on.
+    # Schemas that need nothing have an end, then those that need only such schemas, and so on.
     ending: set[int] = set()
     waiting = list(schemas)
     while waiting:
         key = waiting.pop()
         if key in ending:
             continue
-        if not any(ending.isdisjoint(group) for group in needs[key]):
+        is_endless_yet = any(ending.isdisjoint(group) for group in needs[key])
+        if not is_endless_yet:
             ending.add(key)
             waiting += needed_by[key]
     endless = [place for key, (_, place) in schemas.items() if key not in ending]
@@ -245,7 +247,11 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
 
 
 def _needs(schema: Schema, references: _References) -> list[list[int]]:
-    """Return groups of schemas, by identity: a value of the schema contains one of each group."""
+    """Return groups of schemas of which a value of a schema needs one each.
+
+    Returns:
+        Groups, by the schemas' identity: the value contains a value of one schema of each group.
+    """
     groups = []
     for part in _list(schema.get("allOf")):
         groups.append([part])
@@ -271,7 +277,7 @@ def _needs(schema: Schema, references: _References) -> list[list[int]]:
             groups.append([schema["items"]])
     identities = []
     for group in groups:
-        # Anything else than an object, as true, has an end or is rejected elsewhere.
+        # Anything but an object, such as true, has an end or is rejected elsewhere.
         if all(isinstance(part, dict) for part in group):
             identities.append([id(part) for part in group])
     return identities

@@ -73,8 +73,9 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the body as a stage, which may run several times, and concurrently with others in
-        other threads.
+        """Time the body as a stage.
+
+        It may run several times, and concurrently with others in other threads.
 
         torch's profiler shows it as ``apbv.NAME``.
 
@@ -113,8 +114,9 @@ class StageTimer:
         self._first_token = self._hosts.moment(on_device=False)
 
     def runs(self) -> list[tuple[str, float, float]]:
-        """Return of each run of a stage its name, begin and end, in seconds since the request
-        began.
+        """Return the name, begin and end of each run of a stage.
+
+        Times are in seconds since the request began.
 
         This waits for what a GPU still works on of them.
         """
@@ -237,8 +239,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the highest memory in use, in bytes: the GPU allocator's, or on a CPU the process's
-    resident set."""
+    """Return the highest memory in use, in bytes.
+
+    It is the GPU allocator's, or on a CPU the process's resident set.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     highest = _kernels_figure("VmHWM", of="self/status")
@@ -248,8 +252,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
-    """Return the bytes that can still be allocated on a device, including what its allocator
-    caches.
+    """Return the bytes that can still be allocated on a device.
+
+    What its allocator caches is included.
 
     Args:
         swaps: count what a machine's kernel can swap out, too; a GPU's cannot.
@@ -265,8 +270,10 @@ def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
 
 
 def free_host_memory_bytes() -> int:
-    """Return the bytes that the machine can still allocate without swapping, according to its
-    kernel."""
+    """Return the bytes that the machine can still allocate without swapping.
+
+    The kernel tells this number.
+    """
     free = _kernels_figure("MemAvailable")
     if free is None:
         # Another system: half of its memory.

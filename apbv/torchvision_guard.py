@@ -20,8 +20,9 @@ _OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLI
 
 
 def ensure_torchvision_imports() -> None:
-    """Make a later import of torchvision succeed even if its own library cannot provide its
-    operators.
+    """Make a later import of torchvision succeed.
+
+    It does even if torchvision's own library cannot provide its operators.
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
@@ -31,8 +32,10 @@ def ensure_torchvision_imports() -> None:
 
 
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """Import hook for torchvision, which finds it on the path as Python does, and retries a failed
-    import."""
+    """Import hook for torchvision, which retries a failed import.
+
+    It finds torchvision on the path as Python does.
+    """
 
     def __init__(self):
         # A torch.library.Library withdraws its definitions when it is collected, so it must stay
@@ -66,8 +69,10 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
 
 
 def _declared_operators():
-    """Declare the operators' missing schemas, which last as long as the returned library is
-    referenced."""
+    """Declare the operators' missing schemas.
+
+    They last as long as the returned library is referenced.
+    """
     import torch  # which torchvision has imported by now
 
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -97,8 +97,9 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 
 
 def read_sources(options: argparse.Namespace) -> str | None:
-    """Return the text of ``--context``, and make sure that videos, images and audio files can be
-    opened.
+    """Return the text of ``--context``.
+
+    Also make sure that videos, images and audio files can be opened.
 
     A video's frames are not listed yet: that takes long for long videos, and is part of answering.
 

@@ -538,8 +538,10 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 
 
 def _formatted_warning(message, category, *place) -> str:
-    """Format a user warning as one line, and others, such as deprecations, with their place in the
-    code."""
+    """Format a user warning as one line.
+
+    Others, such as deprecations, are formatted with their place in the code.
+    """
     if category is UserWarning:
         return f"warning: {message}\n"
     return _FORMAT(message, category, *place)

@@ -13,8 +13,9 @@ _COUNTED = {
 
 
 class ProgressBars:
-    """Shows a progress bar for each long stage if stderr is a terminal, and removes it after the
-    stage.
+    """Shows a progress bar for each long stage if stderr is a terminal.
+
+    The bar is removed after the stage.
 
     Args:
         enabled: whether bars are shown at all.

@@ -147,8 +147,9 @@ class SamplingParams(Checked, error=InvalidRequestError):
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig(Checked, name="reuse "):
-    """Settings of the embedding or prefix cache, for further questions about the same video or long
-    text.
+    """Settings of the embedding or prefix cache.
+
+    It is for further questions about the same video or long text.
 
     Attributes:
         mode: ``"exact"`` caches the vision tower's embeddings of a video, which changes no answer.

@@ -219,8 +219,10 @@ class PrefillConfig(Checked):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The settings that must be the same on every host, JSON-ready: all but ``video``, which
-        fits the machine."""
+        """The settings that must be the same on every host, JSON-ready.
+
+        These are all but ``video``, which fits the machine.
+        """
         settings = asdict(self)
         del settings["video"]
         return settings

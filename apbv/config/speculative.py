@@ -96,7 +96,7 @@ class SpeculativeConfig(Checked):
             not answer, even if it is still computing; at most a quarter of the hosts' own timeout.
 
     Raises:
-        ValueError: a number is out of range, or a name is unknown.
+        InvalidConfigError: a number is out of range, or a name is unknown.
     """
 
     strategy: str = one_of(STRATEGY_NAMES, "specvlm")

@@ -24,8 +24,9 @@ NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no
 
 @dataclass
 class Answer:
-    """Decoding state of one answer: the tokens so far, the same on every host, and what is needed
-    to continue.
+    """Decoding state of one answer, the same on every host.
+
+    It has the tokens so far, and what is needed to continue.
 
     Every decoding loop takes one and adds tokens to it.
 
@@ -221,8 +222,7 @@ class Answer:
 def finish_reason(
     tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
 ) -> str:
-    """Return why an answer ended: ``"length"`` if ``max_new_tokens`` cut it off, else
-    ``"stop"``."""
+    """Return why an answer ended: ``"length"`` at ``max_new_tokens``, else ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 

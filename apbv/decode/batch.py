@@ -271,8 +271,9 @@ class Batch:
     def _newest_tokens(
         self, members: list[Member], previous: QueuedStep | None, row_of: dict[Member, int]
     ) -> Tensor | list[int]:
-        """Return the newest token of every sequence, ``[R]``: on the device where the CPU does not
-        know them all.
+        """Return the newest token of every sequence, ``[R]``.
+
+        It is on the device if the CPU does not know all of them.
 
         Args:
             members: the sequences.

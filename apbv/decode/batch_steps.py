@@ -210,8 +210,10 @@ class _Step(Step):
             self._places_of = places_of
 
     def compute(self) -> Tensor:
-        """Run the model on these inputs, write the new KV into the buffers, and return logits
-        ``[R, V]``."""
+        """Run the model on these inputs, and return logits ``[R, V]``.
+
+        The new KV is written into the buffers.
+        """
         tables = [
             BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new)
             for places in self._places

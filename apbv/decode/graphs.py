@@ -93,8 +93,10 @@ class Step(ABC):
         self._ids, self._others = self._numbers.split([size, num_others])
 
     def hold(self, ids: Sequence[int] | Tensor, others: Sequence[int]) -> None:
-        """Copy tokens, which may be on the device, and all other inputs, without
-        synchronization."""
+        """Copy tokens and all other inputs, without synchronization.
+
+        Tokens may be on the device.
+        """
         if isinstance(ids, Tensor):
             self._ids[: len(ids)].copy_(ids)
             fill(self._others, others)

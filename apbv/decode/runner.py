@@ -187,16 +187,20 @@ class _Step(Step):
         visible: Tensor | None,
         num_rows: int,
     ) -> None:
-        """Copy the inputs of the next step, after ``num_rows`` rows of the cache, without
-        synchronization."""
+        """Copy the inputs of the next step, without synchronization.
+
+        The step comes after ``num_rows`` rows of the cache.
+        """
         stop = num_rows + len(ids)
         self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
             fill(self._visible, visible)
 
     def compute(self) -> Tensor:
-        """Run the model on these inputs, write the new KV into the cache's buffers, and return the
-        logits."""
+        """Run the model on these inputs, and return the logits.
+
+        The new KV is written into the cache's buffers.
+        """
         attention = NewTokenAttention(
             self._parts.backend, self._visible, num_keys=self._num_keys.int()
         )
@@ -268,8 +272,9 @@ class Decoder:
         return self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
-        """Roll back the last ``count`` tokens: drop their KV except that of the kept ones, such as
-        a tree's path.
+        """Roll back the last ``count`` tokens.
+
+        Their KV is dropped except that of the kept ones, such as a tree's path.
 
         Args:
             kept: their numbers in 0 .. count - 1, ascending.

@@ -67,8 +67,10 @@ class Choice(NamedTuple):
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
-    """Return a number in [0, 1) that depends on the arguments only (Philox counter-based
-    generator)."""
+    """Return a number in [0, 1) that depends on the arguments only.
+
+    The generator is Philox, which is counter-based.
+    """
     bits = np.random.Philox(key=seed, counter=[0, 0, purpose, position])
     return float(np.random.Generator(bits).random())
 
@@ -76,8 +78,9 @@ def uniform(seed: int, position: int, purpose: int) -> float:
 def probabilities(
     logits: Tensor, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0
 ) -> Tensor:
-    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by the
-    three others.
+    """Return the distribution that tokens are sampled from.
+
+    It is the softmax at a temperature, cut by the three other settings.
 
     Args:
         logits: ``[..., V]``.
@@ -120,8 +123,9 @@ def most_probable(logits: Tensor) -> Choice:
 
 
 def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
-    """Choose for each row of ``[R, V]`` a token in proportion to its weights, by a number in [0, 1)
-    each.
+    """Draw a token for each row of weights ``[R, V]``.
+
+    Its probability is proportional to its weight. Every row has a number in [0, 1) to draw by.
 
     The weights need not sum to 1; a row has no token where they are NaN.
     """
@@ -138,8 +142,9 @@ def choose_each(
     positions: Sequence[int],
     purpose: int = PURPOSE_NEXT_TOKEN,
 ) -> tuple[Choice, list[Tensor | None]]:
-    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw
-    one.
+    """Choose a token for each row of logits ``[R, V]``.
+
+    At temperature 0 it is the most probable one, else it is drawn.
 
     Args:
         configs: one for each row.

@@ -38,12 +38,17 @@ def draft_path() -> Path:
 
 
 def video_path() -> Path:
-    """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32
-    seconds."""
+    """Return the path of the bundled clip.
+
+    It is H.264, 56 x 56 pixels, 4 frames per second, 32 seconds.
+    """
     return _FOLDER / "clip.mp4"
 
 
 def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
-    """Return whether the demo model was trained to answer a prompt about frames of these heights
-    and widths."""
+    """Return whether the demo model was trained on such a prompt, and frames of these sizes.
+
+    Args:
+        sizes: heights and widths.
+    """
     return sizes <= _SIZES and _QUESTIONS.search(prompt) is not None

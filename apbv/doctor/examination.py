@@ -22,7 +22,8 @@ SKIPPED = "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
 _MAX_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
-# Parts in which the page shows every host's result, where it differs.
+# Parts in which the page shows each host's result if it differs from host 0's. In others it shows
+# only failures and other statuses.
 _OF_EACH_HOST = ("machine", "backends")
 
 # A check's result in words for the page, and in JSON-ready numbers.
@@ -172,7 +173,7 @@ class Examination:
         return results
 
     def _write_heading(self) -> None:
-        """Write what is examined."""
+        """Write the version, hosts, device and date."""
         about = provenance()
         title = f"apbv {about['versions']['apbv']}"
         if about["git_sha"]:

@@ -1,5 +1,6 @@
-"""The group of hosts that compute together: what they exchange, and how a failure of one reaches
-the others.
+"""The group of hosts that compute together.
+
+These modules define what hosts exchange, and how a failure of one reaches the others.
 
 Only this package imports torch.distributed.
 """

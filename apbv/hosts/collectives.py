@@ -44,8 +44,10 @@ class Collectives:
         self._last_exchanged: list[weakref.ref[Tensor]] = []
 
     def all_gather(self, tensor: Tensor) -> Exchange:
-        """Start gathering one contiguous tensor of the same shape from every process, to
-        ``[N, *shape]``."""
+        """Start gathering one contiguous tensor of the same shape from every process.
+
+        The result is ``[N, *shape]``.
+        """
         result = tensor.new_empty(self._group.size(), *tensor.shape)
         gather = getattr(self._group, "all_gather_single", None) or self._group._allgather_base
 

@@ -250,8 +250,9 @@ class FailureWatch:
                         raise self._give_up(patience) from None
 
     def wait_for_gpu(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has reached an event, before which it may wait for collectives of GPU
-        memory.
+        """Wait until the GPU has reached an event.
+
+        Before that the GPU may wait for collectives of GPU memory.
 
         Raises:
             HostError: as :meth:`wait`; the GPU's results are then invalid.

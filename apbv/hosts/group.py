@@ -376,8 +376,10 @@ class HostGroup:
         return data if self.is_leader else tensor.numpy().tobytes()
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather the same number of floats from every process, on every process: one list per
-        process."""
+        """Gather the same number of floats from every process, on every process.
+
+        There is one list per process.
+        """
         if self.num_processes == 1:
             return [list(map(float, values))]
         return self.start_gathering(torch.tensor(values, dtype=torch.float64)).wait().tolist()
@@ -393,8 +395,10 @@ class HostGroup:
         return [json.loads(text) for text in texts]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
-        """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU
-        memory."""
+        """Return the mean over host 0's TP ranks of a small fp32 tensor in CPU memory.
+
+        Every process gets it.
+        """
         if self.tensor_parallel_size == 1:
             return tensor
         return self.start_gathering(tensor).wait()[: self.tensor_parallel_size].mean(dim=0)
@@ -625,8 +629,9 @@ class HostGroup:
             event.synchronize()
 
     def settle(self) -> None:
-        """Wait for the collectives that this process's GPU has queued in the current stream, and
-        all work before them.
+        """Wait for this process's GPU to run all collectives queued in the current stream.
+
+        This includes all work that was queued before them.
 
         Call it before the CPU reads results computed from them. Without NCCL it returns at once.
 
@@ -666,8 +671,10 @@ class HostGroup:
         time.sleep(POLL_SECONDS + GRACE_SECONDS)
 
     def close(self) -> None:
-        """Leave the process group if :meth:`from_env` made it, without waiting for unresponsive
-        hosts."""
+        """Leave the process group if :meth:`from_env` made it.
+
+        Unresponsive hosts are not waited for.
+        """
         if self._owns_group and dist.is_initialized():
             if self._watch.heartbeat is not None:
                 self._watch.heartbeat.stop()

@@ -1,5 +1,6 @@
-"""Heartbeats in a group's key-value store, which distinguish a slow process from an unresponsive
-one.
+"""Heartbeats in a group's key-value store.
+
+They distinguish a slow process from an unresponsive one.
 
 A process sends heartbeats while it works in a stage, but not while it waits: if all processes wait
 for each other, or for one that is stopped, cut off, or elsewhere, there are none. All heartbeats of
@@ -74,8 +75,7 @@ class Heartbeat:
             self._working_since = time.monotonic() if self._stages else None
 
     def also(self, look: Callable[[], None]) -> None:
-        """Also call an object's method in the thread, before each heartbeat, while the object
-        lives."""
+        """Also call a method in the thread, before each heartbeat, while its object lives."""
         self._looks = [
             *(known for known in self._looks if known() is not None),
             weakref.WeakMethod(look),

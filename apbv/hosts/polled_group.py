@@ -29,8 +29,9 @@ class PolledWork(dist.Work):
 
 
 class PolledGroup(dist.ProcessGroup):
-    """A gloo group for other libraries' collectives, which are waited for as its HostGroup waits
-    for its own.
+    """A gloo group for other libraries' collectives.
+
+    They are waited for as its HostGroup waits for its own.
 
     gloo itself waits for another process until a timeout, without checking whether it has failed.
 

@@ -177,8 +177,9 @@ class ProcessGroups:
         return Communicators(self.nccl) if self.nccl else None
 
     def connect(self, device: torch.device) -> None:
-        """Build the communicators with a first collective, so that the first request does not wait
-        for that.
+        """Build the communicators with a first collective.
+
+        So the first request does not wait for them.
 
         It blocks until the other processes call it, too.
         """
@@ -387,6 +388,8 @@ def _destroy_groups(left: threading.Event, groups: list[dist.ProcessGroup]) -> N
 
 
 def _exchange_limit(timeout: float) -> timedelta:
-    """Return the limit of a collective itself: longer than FailureWatch waits, which can report the
-    reason."""
+    """Return the limit of a collective itself.
+
+    It is longer than FailureWatch waits, which can report the reason.
+    """
     return timedelta(seconds=(WORK_LIMIT + 2) * timeout + 2 * POLL_SECONDS)

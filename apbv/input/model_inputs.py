@@ -109,7 +109,7 @@ class ModelInputs:
 
         Raises:
             PromptError: the prompt has audio, which has transformers' positions only.
-            ValueError: vLLM has other rotary frequencies.
+            InvalidConfigError: vLLM has other rotary frequencies.
         """
         refuse(offering='positions="vllm"', rope_by_length=parts.rope_by_length)
         if self.audio is not None:

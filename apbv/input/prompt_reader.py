@@ -42,7 +42,7 @@ class PromptReader:
         videos: cache of probed video files; None: a new one.
 
     Raises:
-        ValueError: the backend for videos cannot be used.
+        ApbvError: the backend for videos cannot be used.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class PromptReader:
             if the prompt has none.
 
         Raises:
-            ValueError: the prompt cannot be read; the message says why.
+            ApbvError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
             tokenized = prompt or self.lay_out(rendered, videos)

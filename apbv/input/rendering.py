@@ -70,7 +70,7 @@ class Question(Checked, error=InvalidRequestError):
     Attributes:
         prompt: the question.
         video: a video file, or several, which come in this order; ``"demo"``: the bundled clip.
-            The attribute is a list, as those of images and audio are.
+            This attribute is always a list, and so are ``images`` and ``audio``.
         images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
@@ -81,13 +81,13 @@ class Question(Checked, error=InvalidRequestError):
             template is applied, and its last tokens are the question
             (:attr:`apbv.PrefillConfig.query_len`).
         template: options of the chat template (:func:`apply_template`).
-        audio: after the images: an audio file, or several; of a video file the audio is used.
+        audio: after the images: an audio file, or several. Of a video file only the audio is used.
         audio_in_video: whether the videos' own audio is heard among their frames; None: if the
             model takes audio and they have any.
         tools: functions that the model may call, as transformers' chat templates take them.
 
     Raises:
-        ValueError: a value is of another type, or out of range.
+        InvalidRequestError: a value is of another type, or out of range.
     """
 
     prompt: str | None = instance_of(str, says="be a text")
@@ -105,6 +105,7 @@ class Question(Checked, error=InvalidRequestError):
 
     def __post_init__(self):
         super().__post_init__()
+        # The dataclass is frozen, so that attributes are set like this.
         for name in ("video", "images", "audio"):
             value = getattr(self, name)
             if value is None:
@@ -115,7 +116,9 @@ class Question(Checked, error=InvalidRequestError):
                 files = [value]
             object.__setattr__(self, name, files)
         if "demo" in self.video and not Path("demo").exists():
-            videos = [demo.video_path() if video == "demo" else video for video in self.video]
+            videos = []
+            for video in self.video:
+                videos.append(demo.video_path() if video == "demo" else video)
             object.__setattr__(self, "video", videos)
 
 
@@ -209,10 +212,10 @@ class RenderedPrompt:
             Empty where the caller gave token ids.
         videos: paths of the videos, in prompt order.
         pictures: the images, in prompt order.
-        query_char: the character of ``text`` at which the question begins, after a text context, or
-            with the last message of a text chat; None otherwise.
-        has_context: whether the caller gave context and question separately; the last message of a
-            chat may have both.
+        query_char: the character of ``text`` at which the question begins: after a text context, or
+            at the last message of a chat without files; None otherwise.
+        has_context: whether the caller gave context and question separately; in a chat the last
+            message may have both.
         has_template: whether a chat template was applied, special tokens included.
         token_ids: the prompt as the caller gave it, where that was as token ids.
         sounds: paths of the audio files, in prompt order.
@@ -231,41 +234,43 @@ class RenderedPrompt:
     sampling: tuple[VideoSampling, ...] = ()
 
 
-def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedPrompt:
+def render_prompt(parts: ModelParts, processor, question: Question) -> RenderedPrompt:
     """Render a question about videos, images and audio clips, or about a text, or a whole chat.
 
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
 
     Raises:
-        PromptError: an empty prompt, a text beside videos, images or audio clips, too many of
-            these, a source the model cannot read, an unreadable image, a chat that the template
-            rejects, tools that it does not show, a chat for a model without a template, a lone
-            surrogate.
+        PromptError: the prompt is empty; a context stands beside videos, images or audio clips;
+            there are too many of these, or the model cannot read one; an image is unreadable; the
+            template rejects the chat, alters the question, or knows no tools; there is no template
+            for a chat; or the text has a lone surrogate.
     """
-    # Take the chat, its files, and the parts of the text with which the question begins.
-    if asked.messages is None:
-        chat = _chat_of(asked)
+    # Take the chat, its files, and the texts of the question if it is to be found.
+    if question.messages is None:
+        chat = _chat_of(question)
     else:
-        chat = _collect_sources(asked)
+        chat = _collect_sources(question)
     _require_readable(parts, chat)
 
     # Render.
-    options = asked.template or {}
-    text, has_template = apply_template(processor, chat.messages, parts.sees, options, asked.tools)
-    if asked.messages is not None and not has_template:
+    options = question.template or {}
+    text, has_template = apply_template(
+        processor, chat.messages, parts.sees, options, question.tools
+    )
+    if question.messages is not None and not has_template:
         raise PromptError(
             "the model has no chat template, which messages need: pass a prompt instead"
         )
     _require_characters(text)
-    if asked.tools and tool_instructions(processor) is None:
+    if question.tools and tool_instructions(processor) is None:
         raise PromptError("the model's chat template knows no tools")
 
     # Find the question.
     query_char = None
-    if chat.question is not None:
-        query_char = _find_question(text, chat.question)
-    if query_char is None and asked.context is not None:
+    if chat.question_texts is not None:
+        query_char = _find_question(text, chat.question_texts)
+    if query_char is None and question.context is not None:
         raise PromptError(
             "the model's chat template alters the question, so its start cannot be found"
         )
@@ -278,7 +283,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         videos=[str(path) for path in chat.videos],
         pictures=pictures,
         query_char=query_char,
-        has_context=asked.context is not None,
+        has_context=question.context is not None,
         has_template=has_template,
         sounds=tuple(str(path) for path in chat.sounds),
         sampling=tuple(chat.sampling),
@@ -294,7 +299,7 @@ class _Chat:
         videos, images, sounds: the files, in the order of the chat.
         sampling: how the frames of each video are sampled; empty: all as the question says.
         limits: on the size of each image; None: the model's.
-        question: the texts with which the question begins; None: it is not looked for.
+        question_texts: the texts that make the question, in order; None: it is not looked for.
     """
 
     messages: list[Message]
@@ -303,14 +308,14 @@ class _Chat:
     sounds: list[Any]
     sampling: list[VideoSampling]
     limits: list[PixelLimits | None]
-    question: list[str] | None
+    question_texts: list[str] | None
 
 
-def _chat_of(asked: Question) -> _Chat:
+def _chat_of(question: Question) -> _Chat:
     """Make a chat of a prompt and its sources, or of a prompt and its context."""
-    videos = asked.video
-    images = asked.images
-    sounds = asked.audio
+    videos = question.video
+    images = question.images
+    sounds = question.audio
     source = None
     if videos:
         source = "video"
@@ -318,20 +323,20 @@ def _chat_of(asked: Question) -> _Chat:
         source = "images"
     elif sounds:
         source = "audio"
-    if asked.context is not None:
+    if question.context is not None:
         try:
             refuse(context="context", source=source)
         except ValueError as error:
             raise PromptError(str(error)) from None
-    if asked.prompt is None or not asked.prompt.strip():
+    if question.prompt is None or not question.prompt.strip():
         raise PromptError("the prompt is empty")
-    if asked.context is not None and not asked.context.strip():
+    if question.context is not None and not question.context.strip():
         raise PromptError("the context is empty")
-    text = asked.prompt.strip()
-    question = None
-    if asked.context is not None:
-        question = [f"\n\n{text}"]
-        text = f"{asked.context.strip()}\n\n{text}"
+    text = question.prompt.strip()
+    question_texts = None
+    if question.context is not None:
+        question_texts = [f"\n\n{text}"]
+        text = f"{question.context.strip()}\n\n{text}"
     content = [{"type": "video"}] * len(videos)
     content += [{"type": "image"}] * len(images)
     content += [{"type": "audio"}] * len(sounds)
@@ -343,7 +348,7 @@ def _chat_of(asked: Question) -> _Chat:
         sounds=sounds,
         sampling=[],
         limits=[None] * len(images),
-        question=question,
+        question_texts=question_texts,
     )
 
 
@@ -387,14 +392,14 @@ def _require_characters(text: str) -> None:
         raise PromptError(f"the prompt has half of a surrogate pair, in {around!r}") from error
 
 
-def _collect_sources(asked: Question) -> _Chat:
+def _collect_sources(question: Question) -> _Chat:
     """Replace the files of a question's messages by placeholders."""
     if (
-        asked.prompt is not None
-        or asked.context is not None
-        or asked.video
-        or asked.images
-        or asked.audio
+        question.prompt is not None
+        or question.context is not None
+        or question.video
+        or question.images
+        or question.audio
     ):
         raise PromptError(
             "pass either messages or prompt, video, images, audio and context, not both"
@@ -406,9 +411,9 @@ def _collect_sources(asked: Question) -> _Chat:
         sounds=[],
         sampling=[],
         limits=[],
-        question=None,
+        question_texts=None,
     )
-    for message in asked.messages:
+    for message in question.messages:
         _add_message(chat, message)
     texts = []
     for message in chat.messages:
@@ -417,7 +422,7 @@ def _collect_sources(asked: Question) -> _Chat:
         raise PromptError("the chat is empty")
     if len(chat.messages) > 1 and not (chat.videos or chat.images or chat.sounds):
         last_texts = text_parts(chat.messages[-1])
-        return replace(chat, question=[text.strip() for text in last_texts])
+        return replace(chat, question_texts=[text.strip() for text in last_texts])
     return chat
 
 
@@ -544,17 +549,21 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find the start of a question's last occurrence; None if the template alters a part of it.
+def _find_question(rendered: str, texts: Sequence[str]) -> int | None:
+    """Find the start of a question's last occurrence.
 
     Args:
-        question: its parts, between which the template may write something.
+        rendered: the rendered chat.
+        texts: the question's texts, between which the template may write something.
+
+    Returns:
+        Its first character's place; None if the template alters one of the texts, or all are empty.
     """
     start = len(rendered)
-    for part in reversed(question):
-        if not part:
+    for text in reversed(texts):
+        if not text:
             continue
-        start = rendered.rfind(part, 0, start)
+        start = rendered.rfind(text, 0, start)
         if start < 0:
             return None
     return None if start == len(rendered) else start
@@ -577,14 +586,15 @@ def apply_template(
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
         messages: the chat, every content a list of parts.
-        has_parts: whether the template is known to read lists of parts, as the templates of models
-            that see do.
+        has_parts: whether the template is known to read lists of parts, as templates of vision
+            models do.
         options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default
             False) as transformers has them, and values of the template's own variables.
-        tools: of :class:`Question`.
+        tools: as in :class:`Question`.
 
     Returns:
-        The prompt, and whether there is a template; without one the texts stand below one another.
+        The prompt, and whether there is a template. Without one the prompt is the messages' texts
+        with blank lines between them.
 
     Raises:
         PromptError: an option is not a chat-template variable but an argument of transformers'
@@ -608,7 +618,7 @@ def apply_template(
         if not reads_parts or is_text_of_tool:
             chat[place] = {**message, "content": "\n".join(filter(None, texts))}
 
-    # Check its variables, and leave out those that it does not have.
+    # Check the template's variables, and drop those that it does not have.
     options = {"add_generation_prompt": True, **options}
     if options["add_generation_prompt"] and options.get("continue_final_message"):
         raise PromptError("continue_final_message needs add_generation_prompt to be false")

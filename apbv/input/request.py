@@ -43,7 +43,7 @@ class Request(Checked, error=InvalidRequestError):
             have it.
 
     Raises:
-        ValueError: there is no such rule of positions.
+        InvalidRequestError: there is no such rule of positions.
     """
 
     question: Question

@@ -69,8 +69,9 @@ class SampledVideo:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Prompt that was read except for its pixels, so that a request needs no further reading on
-    this host.
+    """Prompt that was read except for its pixels.
+
+    A request with it needs no further reading on this host.
 
     Attributes:
         rendered: the prompt's text, and the files it refers to.
@@ -284,8 +285,9 @@ def _image_calls(
 
 
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
-    """Return the processor's arguments for audio: no truncation, and no padding to the maximum
-    length.
+    """Return the processor's arguments for audio.
+
+    They prevent truncation, and padding to the maximum length.
 
     A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as
     its last frames reach into, so that they are those of the padded one.

@@ -30,9 +30,9 @@ class GrowingLayer(DynamicLayer):
     Attributes:
         buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows
             must be copied to buffers before appending.
-        places: int64 ``[S]`` on the device: the places at which ``update`` writes S rows in the
-            buffers, which it then returns whole, including rows that do not count
-            (:func:`writing_at`); None: it appends.
+        places: int64 ``[S]`` on the device, the places in the buffers at which ``update`` writes S
+            rows (:func:`writing_at`). It then returns whole buffers, including rows that do not
+            count. None: it appends.
     """
 
     buffers: tuple[Tensor, Tensor] | None = None
@@ -41,6 +41,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
+        """Add keys and values ``[B, Hkv, S, D]``, and return all of them for attention."""
         if self.places is not None:
             key_buffer, value_buffer = self.buffers
             key_buffer.index_copy_(2, self.places, key_states)
@@ -92,7 +93,7 @@ class GrowingLayer(DynamicLayer):
         return has_keys and has_values
 
     def make_room(self, count: int) -> None:
-        """Copy the rows to buffers with room for ``count`` more, unless they are in such ones."""
+        """Make sure that the rows are in buffers with room for ``count`` more, by a copy if not."""
         if self.has_room(count):
             return
         keys = self.keys
@@ -184,13 +185,14 @@ class ShardedLayer(GrowingLayer):
 
     The first ``update`` is the prefill's: it returns the keys and values of all local tokens to
     attention, and stores the rows that this host owns. Later updates are decoding's: host 0 appends
-    the new tokens, the other hosts store nothing, and attention gets the host's own rows.
+    the new tokens, the other hosts store nothing, and attention gets the rows stored here.
 
     Args:
         owned_rows: runs of the local tokens whose rows are stored.
-        num_prompt_tokens: the tokens of the whole prompt that this cache gets.
-        num_fixed_tokens: the first tokens, which cannot be removed.
-        appends: the attribute ``holds_newest``.
+        num_prompt_tokens: the tokens of the whole prompt, or before the query if the query runs in
+            a later forward pass.
+        num_fixed_tokens: how many of the first tokens cannot be removed.
+        appends: see ``holds_newest``.
 
     Attributes:
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
@@ -224,13 +226,14 @@ class ShardedLayer(GrowingLayer):
             values = [value_states[:, :, rows.start : rows.stop] for rows in self._owned_rows]
             self.hold(torch.cat(keys, dim=2), torch.cat(values, dim=2))
             return key_states, value_states
-        # With room for what is appended to them.
+        # On host 0 they are copied into buffers with room for the tokens that follow.
         self.reserve(key_states, sum(len(run) for run in self._owned_rows))
         row = 0
         for run in self._owned_rows:
-            self.keys[:, :, row : row + len(run)] = key_states[:, :, run.start : run.stop]
-            self.values[:, :, row : row + len(run)] = value_states[:, :, run.start : run.stop]
-            row += len(run)
+            stop = row + len(run)
+            self.keys[:, :, row:stop] = key_states[:, :, run.start : run.stop]
+            self.values[:, :, row:stop] = value_states[:, :, run.start : run.stop]
+            row = stop
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -402,7 +405,9 @@ class LayerGather:
     ):
         self._layers = layers
         self._spans = spans
-        self._counts = [sum(len(span) for span in host_spans) for host_spans in spans]
+        self._counts = []  # of each host's rows
+        for host_spans in spans:
+            self._counts.append(sum(len(span) for span in host_spans))
         self._hosts = hosts
         self._to_host = to_host
         self._releases = releases
@@ -411,7 +416,7 @@ class LayerGather:
         self._exchange: Exchange | None = None  # of the newest layer
 
     def __del__(self):
-        # Also if the prefill has ended early: a buffer in transfer must not be freed.
+        # A buffer in transfer must not be freed, also if the prefill has ended early.
         if self._exchange is not None:
             self._exchange.wait()
 

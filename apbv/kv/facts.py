@@ -195,18 +195,18 @@ def cover_once(shards: Iterable[tuple[Sequence[Run], Run]], kv_heads: range, tok
         tokens: the tokens that have to be covered.
     """
     shards = list(shards)
-    # Not by len, which is bounded: a manifest may have any number.
+    # Not by len, which raises OverflowError beyond 64 bits: a manifest may have any number.
     num_heads = kv_heads.stop - kv_heads.start
     num_tokens = tokens.stop - tokens.start
 
-    # How many are covered, before memory is allocated.
+    # Compare how many are covered, before memory is allocated.
     num_covered = 0
     for runs, heads in shards:
         num_covered += length(heads) * sum(length(run) for run in runs)
     if num_covered != num_heads * num_tokens:
         return False
 
-    # Which are.
+    # Mark which are covered.
     is_covered = torch.zeros(num_heads, num_tokens, dtype=torch.bool)
     for runs, heads in shards:
         rows = slice(heads[0] - kv_heads.start, heads[1] - kv_heads.start)

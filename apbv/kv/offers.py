@@ -63,8 +63,8 @@ class Offer:
             monotonic clock.
         ticket: its ticket, on host 0, once every process has its share.
         readers: the readers that began to fetch.
-        confirmed: the readers that have everything.
-        how: its ending, one of :data:`ENDINGS`; None while it is available.
+        confirmed: the readers that have received everything.
+        how: how it has ended, a key of :data:`ENDINGS`; None while it is available.
         streams: the connections that are reading from it.
     """
 
@@ -261,7 +261,7 @@ class Offers(AbstractContextManager):
                     seconds = min((offer.lives_until - now for offer in offers), default=math.inf)
                     self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
                 for offer in late:
-                    if offer.how is not None:
+                    if offer.how is not None:  # it has ended, and its readers' time is over
                         offer.lives_until = math.inf
                         for connection in offer.streams:
                             sever(connection)
@@ -279,7 +279,7 @@ class Offers(AbstractContextManager):
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            # The answer may have been lost.
+            # A reader repeats its confirmation if the answer was lost.
             is_repeated = offer.how == "fetched" and request["do"] == "done"
             if not is_repeated:
                 offer.require_alive()
@@ -301,7 +301,8 @@ class Offers(AbstractContextManager):
         try:
             self._send(connection, request, offer)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold KV that has to be free now
+            # The frames' local variables hold KV that has to be free now.
+            traceback.clear_frames(error.__traceback__)
             raise
         finally:
             with self._changed:

@@ -1,4 +1,4 @@
-"""Places a prompt's KV: gathered on one host, mostly host 0, or sharded over all hosts.
+"""A prompt's KV where it is placed: gathered on one host, or sharded over all hosts.
 
 Callers use the interface :class:`PlacedKV` for both.
 """
@@ -16,7 +16,7 @@ from ..model.linear_attention import LinearStates
 from .cache import ShardedCache, appending_in_place, first_tokens
 from .select import collect_kv, select_kv
 
-Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, [1, Hkv, T, D]
+Layers = list[tuple[Tensor, Tensor]]  # keys and values [1, Hkv, T, D] of every decoder layer
 
 
 class PlacedKV:
@@ -66,7 +66,7 @@ class PlacedKV:
 class GatheredKV(PlacedKV):
     """KV gathered on one host, its decode host, which attends to it alone.
 
-    Methods that speak of host 0 mean its decode host.
+    Where the methods below say host 0, it is the decode host here.
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on the decode host, None elsewhere. An answer is
@@ -114,10 +114,10 @@ class GatheredKV(PlacedKV):
             return None
         return first_tokens(self.cache, num_tokens, DynamicCache())
 
-    def held(self) -> tuple[Sequence[range], Layers] | None:
-        """Return the prompt's tokens that this host holds, in row order, and their KV.
+    def local_kv(self) -> tuple[Sequence[range], Layers] | None:
+        """Return the prompt's tokens whose KV this host holds, in row order, and this KV.
 
-        None: it holds none.
+        None if it holds none.
         """
         whole = self.whole
         if whole is None:
@@ -125,13 +125,21 @@ class GatheredKV(PlacedKV):
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
-        """Return a view of the KV before the query; None if the query's KV is sharded, too."""
+        """Return a view of the KV before the query; None if the query's KV is sharded, too.
+
+        Args:
+            num_tokens: the tokens before the query.
+            layout: the layout of the prompt.
+        """
         return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
-        """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
+        """Return this KV as the prefix of a longer prompt, whose query is still to be appended.
 
         This KV itself is unchanged.
+
+        Args:
+            layout: the layout of the longer prompt.
         """
         return GatheredKV(self.whole, layout.num_tokens, self.hosts)
 
@@ -180,10 +188,12 @@ class ShardedKV(PlacedKV):
         cache = self.cache.gather(self.hosts, host)
         return None if cache is None else first_tokens(cache, self.num_tokens, DynamicCache())
 
-    def held(self) -> tuple[Sequence[range], Layers] | None:
+    def local_kv(self) -> tuple[Sequence[range], Layers] | None:
         spans = self.cache.layout.cache_spans(self.hosts.rank)
         num_rows = sum(len(span) for span in spans)
-        return (spans, self._rows(num_rows)) if num_rows else None
+        if num_rows == 0:
+            return None
+        return spans, self._rows(num_rows)
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):

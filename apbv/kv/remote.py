@@ -6,14 +6,14 @@ Consumers are other engines' processes, so it needs only torch and the standard 
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidRequestError, StorageError
-from .facts import cover_once, rows_of
+from .facts import Run, cover_once, rows_of
 from .ticket import Ticket
 from .wire import (
     Address,
@@ -51,11 +51,11 @@ class RemoteKV(AbstractContextManager):
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an iterator over the layers in order, which begins to read when the first is
-        requested.
+        """Return an iterator over the layers, in order.
 
-        Each is keys and values ``[H, T, D]`` in CPU memory, valid until the next is requested,
-        which is received meanwhile, from all sources in parallel.
+        It begins to read when the first layer is requested. A layer is keys and values ``[H, T,
+        D]`` in CPU memory, valid until the next is requested, which is received meanwhile, from all
+        sources in parallel.
 
         Args:
             tokens: a range of token numbers.
@@ -111,7 +111,8 @@ class RemoteKV(AbstractContextManager):
             receiving = receive(0) if layers else []
             for number in range(len(layers)):
                 _results(receiving)
-                receiving = receive(number + 1) if number + 1 < len(layers) else []
+                is_last = number + 1 == len(layers)
+                receiving = [] if is_last else receive(number + 1)
                 keys, values = buffers[number % len(buffers)]
                 yield keys, values
 
@@ -168,7 +169,7 @@ class Source:
 
     Args:
         remote: the KV.
-        stack: closes the connection, also for a thread that waits for it.
+        stack: closes the connection; a thread that waits for data then gets an error.
         address: where the process listens.
         tokens, kv_heads, layers: the requested part.
 
@@ -198,24 +199,11 @@ class Source:
             kv_heads=[kv_heads.start, kv_heads.stop],
             layers=[layers.start, layers.stop],
         )
-        with self._described("at once"):
+        with self._described("at once"):  # where an error says that the connection was closed
             self._connection = stack.enter_context(connect(address, remote.timeout))
             stack.callback(sever, self._connection)
             reply = ask_on(self._connection, request, remote.timeout)
-        with suppress(KeyError, TypeError, ValueError):
-            self.runs = tuple((start, stop) for start, stop in reply["tokens"])
-            self.kv_heads = (kv_heads.start, kv_heads.start)
-            if self.runs:
-                first, last = reply["kv_heads"]
-                self.kv_heads = (first, last)
-            edges = [tokens.start]
-            for run in self.runs:
-                edges += run
-            edges.append(tokens.stop)
-            first, last = self.kv_heads
-            if edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop:
-                return
-        raise StorageError("KV source sent invalid ranges")
+        self.runs, self.kv_heads = _ranges_in(reply, tokens, kv_heads)
 
     def receive(self, index: int, buffer: Tensor) -> None:
         """Receive the next layer, number ``index``, into keys and values ``[2, H, T, D]``.
@@ -257,8 +245,41 @@ class Source:
             raise unreachable(self._address, error) from error
 
 
+def _ranges_in(
+    reply: dict[str, Any], tokens: range, kv_heads: range
+) -> tuple[tuple[Run, ...], Run]:
+    """Read which of the requested tokens and KV heads a source has from its reply.
+
+    Args:
+        tokens, kv_heads: the requested ones.
+
+    Returns:
+        Ascending runs of tokens, and a range of KV heads, which is empty if there are no tokens.
+
+    Raises:
+        StorageError: they are malformed, or exceed the requested ones.
+    """
+    try:
+        runs = tuple((start, stop) for start, stop in reply["tokens"])
+        first = kv_heads.start
+        last = kv_heads.start
+        if runs:
+            first, last = reply["kv_heads"]
+        # Runs that ascend within the requested tokens have ascending ends.
+        edges = [tokens.start]
+        for run in runs:
+            edges += run
+        edges.append(tokens.stop)
+        are_valid = edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop
+    except (KeyError, TypeError, ValueError):
+        are_valid = False
+    if not are_valid:
+        raise StorageError("KV source sent invalid ranges")
+    return runs, (first, last)
+
+
 def _require_within(name: str, run: range, size: int) -> None:
-    """Raise ValueError unless a range lies within the KV."""
+    """Raise InvalidRequestError unless a range lies within the KV."""
     if run.step != 1 or not 0 <= run.start <= run.stop <= size:
         raise InvalidRequestError(f"{name} {run} are not within the KV's {size}")
 

@@ -108,7 +108,7 @@ class Share:
         """Copy layers from the GPU, beside other GPU work, each while the previous one is sent."""
         stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
-        # Of the layers with even and with odd numbers.
+        # Two pairs, for layers with even and with odd numbers.
         buffers: list[tuple[Tensor, Tensor]] = []
 
         def start(number: int) -> _Copy:
@@ -130,7 +130,7 @@ class Share:
                     yield previous.wait()
             if newest is not None:
                 yield newest.wait()
-        finally:  # neither the KV nor the buffers may be freed before
+        finally:  # neither the KV nor the buffers may be freed during a copy
             if newest is not None:
                 newest.wait()
 
@@ -210,7 +210,7 @@ class Listener(socketserver.ThreadingTCPServer):
             connection, address = super().get_request()
         except OSError as error:
             _logger.warning("cannot accept a KV connection: %s", error)
-            time.sleep(0.1)  # such as too many open files
+            time.sleep(0.1)  # an error such as too many open files would come again at once
             raise
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(self._idle_seconds)

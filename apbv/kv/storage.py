@@ -78,7 +78,7 @@ class StoredVisual:
     """Videos and images of a prompt.
 
     Attributes:
-        kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
+        kind: ``"video"`` or ``"image"``, or ``"mixed"`` for a prompt with both.
         num_tokens: visual placeholder tokens of all videos and images together.
     """
 
@@ -88,12 +88,12 @@ class StoredVisual:
 
 @dataclass(frozen=True)
 class StoredReduction:
-    """Visual tokens that were pruned before the language model.
+    """How visual tokens were pruned before the language model.
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
         num_before: number of visual tokens before pruning.
-        kept: the retained ones, ascending.
+        kept: the numbers of the retained visual tokens, ascending.
     """
 
     method: str
@@ -109,11 +109,11 @@ class Manifest(KVFacts):
     Attributes:
         generation: the subfolder with the tensors.
         apbv_version: the version of apbv that saved it.
-        token_ids: the whole prompt; where visual tokens were pruned, what is left of it.
+        token_ids: the prompt's token ids, without pruned visual tokens.
         context_start, query_start: as in :class:`apbv.ModelInputs`.
         visual: the video or the images; None for a prompt of text.
-        density: the share of the scores that was computed, where attention was sparse; else None.
-        reduction: which visual tokens were pruned; None if none was.
+        density: the share of the scores that was computed; None if attention was dense.
+        reduction: which visual tokens were pruned; None if none were.
         anchor_len, passing_len: l_a and l_p.
         prompt: the file of logits and positions.
         shards: one per writer; together they hold every token of every KV head exactly once.
@@ -150,14 +150,15 @@ class Manifest(KVFacts):
                 reduction does not explain which visual tokens are left.
         """
         # The tokens, and a file for each layer.
-        has_all_tokens = len(self.token_ids) == self.num_tokens
-        if has_all_tokens:
-            has_all_tokens = digest_of_tokens(self.token_ids) == self.tokens_sha256
+        has_all_tokens = (
+            len(self.token_ids) == self.num_tokens
+            and digest_of_tokens(self.token_ids) == self.tokens_sha256
+        )
         has_all_layers = all(len(shard.files) == self.num_layers for shard in self.shards)
         if not has_all_tokens or not has_all_layers:
             raise StorageError(f"the manifest for {path} does not cover every token and layer")
 
-        # The files' sizes: nothing larger than a file is allocated.
+        # The files' sizes, so that no manifest makes a reader allocate more than the files hold.
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
             num_tokens = sum(length(run) for run in shard.tokens)
@@ -177,11 +178,14 @@ class Manifest(KVFacts):
             raise StorageError(f"the shards for {path} do not cover every token exactly once")
 
     def _matches(self, reduction: StoredReduction) -> bool:
-        """Return whether a reduction retains as many visual tokens as the prompt has."""
+        """Return whether a reduction retains as many visual tokens as the prompt has.
+
+        Their numbers must ascend, from 0 at least to below the number before pruning.
+        """
         if self.visual is None or len(reduction.kept) != self.visual.num_tokens:
             return False
-        bounded = (-1, *reduction.kept, reduction.num_before)
-        return all(before < after for before, after in pairwise(bounded))
+        with_bounds = (-1, *reduction.kept, reduction.num_before)
+        return all(before < after for before, after in pairwise(with_bounds))
 
 
 class SavedKV:
@@ -307,6 +311,7 @@ class SavedKV:
         return stored["keys"], stored["values"]
 
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
+        """Read a file's tensors, and check its size and checksum."""
         path = self._folder / file.name
         with raised_as(StorageError, f"cannot read {path}", OSError, SafetensorError):
             content = path.read_bytes()
@@ -318,7 +323,7 @@ class SavedKV:
 class Writer:
     """Saves one host's share of a prefill.
 
-    All hosts have a writer for the same directory at the same time.
+    Each host has a writer for the same directory at the same time.
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
@@ -372,7 +377,7 @@ class Writer:
                     "nothing else may be saved there meanwhile"
                 )
         manifest.require_complete(self.path)
-        # Until it is moved, a failed save removes it with the rest.
+        # It is written among the other files first, so that a failed save removes it with them.
         new_path = self._folder / MANIFEST_NAME
         record = {"format_version": FORMAT_VERSION, **asdict(manifest)}
         _write_to_disk(new_path, json.dumps(record).encode())
@@ -396,7 +401,7 @@ class Writer:
 
 
 def _write_to_disk(path: Path, content: bytes) -> None:
-    """Flush a file to disk (fsync)."""
+    """Write a file, and flush it to disk (fsync)."""
     with raised_as(StorageError, f"cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:

@@ -16,7 +16,7 @@ from .facts import KVFacts, from_json, malformed
 VERSION = 1
 _ENTRY = "apbv"
 _HEX_DIGITS = {"transfer": 32, "token": 64, "tokens_sha256": 64, "positions_sha256": 64}
-_MOST_SOURCES = 1024  # a consumer has a thread for each
+_MOST_SOURCES = 1024  # a consumer starts a thread for each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,8 +129,10 @@ def kind_of(module: nn.Module) -> FusedKind | None:
 
 
 def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
-    """Return a function's own code, inside its own decorators, for which global names mean
-    something else."""
+    """Return a function in which some global names mean something else.
+
+    It has the function's own code and decorators.
+    """
     names = function.__globals__
     closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)
@@ -149,8 +151,9 @@ def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionT
 
 
 def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Module:
-    """Return a module that shares another one's weights, but computes what is of these classes by
-    other functions.
+    """Return a module that computes modules of these classes by other functions.
+
+    It shares the weights of the given module.
 
     A module with a ``forward`` of its own keeps it; an unchanged module is shared.
     Submodules that are replaced later are not noticed.

@@ -78,8 +78,9 @@ def load_quantized(
 
 
 def _require_scales(path: str | Path) -> None:
-    """Reject an fp8 checkpoint without scales, whose weights transformers would take for plain
-    numbers.
+    """Reject an fp8 checkpoint without scales.
+
+    Transformers would take its weights for plain numbers.
 
     Raises:
         UnsupportedModelError: scales are missing; the message names them.

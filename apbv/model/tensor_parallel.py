@@ -1,5 +1,6 @@
-"""Loading a model onto hosts of several processes: transformers' own tensor parallelism, within
-each host.
+"""Loading a model onto hosts of several processes.
+
+Within each host this is transformers' own tensor parallelism.
 
 Every member of a host holds 1/T of the language model's matrices: of attention its heads, of the
 MLP its columns, of the embedding and the head its part of the vocabulary. The norms are replicated,
@@ -166,8 +167,9 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
 def weight_bytes(
     config: PreTrainedConfig, itemsize: int, device: torch.device, tensor_parallel: int = 1
 ) -> int:
-    """Return the size of a whole model's weights on one of the T processes of a host, its vision
-    tower included.
+    """Return the bytes of a whole model's weights on one of the T processes of a host.
+
+    Its vision tower is included.
 
     It builds the model without storage, which takes about a second for one of 7B.
 

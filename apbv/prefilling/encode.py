@@ -186,7 +186,8 @@ def sharing_hosts(media: VisualInput | AudioInput, hosts: HostGroup) -> HostGrou
 
 
 def require_as_many(rows: Tensor, num_placeholders: int) -> None:
-    """Raise ValueError unless a chunk has as many rows as the prompt has placeholders for it."""
+    """Raise UnsupportedModelError unless a chunk has as many rows as the prompt has placeholders
+    for it."""
     if len(rows) != num_placeholders:
         raise UnsupportedModelError(
             f"the model's tower returned {len(rows)} embeddings for {num_placeholders} placeholders"

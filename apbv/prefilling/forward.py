@@ -57,8 +57,7 @@ def prefill(
         model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the
             same full replica on every host, on ``hosts.device``; with tensor parallelism as
             :class:`apbv.Engine` loads it. Afterwards it is as it was before. For many prompts pass
-            what ``inspect_model`` returns of it and ``config.backend``, which then is not done
-            anew.
+            the result of ``inspect_model(model, config.backend)``, so that it is computed once.
         model_inputs: prepared inputs, or what the model's transformers processor or tokenizer
             returned for one unpadded prompt.
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
@@ -66,10 +65,9 @@ def prefill(
         timer: the request's stage times; a new one by default.
         observer: observes the question's attention, or hidden states (see
             :mod:`apbv.speculate.score_observers`).
-        encoded: the source of this host's visual embeddings, where it is not the model's vision
-            tower.
-        stop: asked on host 0 between chunks of the tower and between layers; true cancels the
-            prefill. None on all hosts, or on none.
+        encoded: the source of this host's visual embeddings; None: the model's vision tower.
+        stop: called on host 0 between chunks of the tower and between layers; if it returns true,
+            the prefill is cancelled. None on all hosts, or on none.
         decode_host: the host on which the KV is gathered with ``kv="gathered"``.
 
     Returns:
@@ -79,7 +77,7 @@ def prefill(
         InvalidConfigError: the prompt, the model or a length cannot be handled; raised on every
             host.
         NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every
-            host raises before anything is computed; or this host ran out of it.
+            host raises before anything is computed; or this host ran out of memory.
         RequestCancelled: ``stop`` was true; the hosts can go on.
         HostError: another host failed.
     """
@@ -151,7 +149,7 @@ def prefill(
         visual = encode_and_exchange(
             parts, inputs, encoded, method.layout, hosts, timer, config.video.chunk_bytes, stop
         )
-    del encoded  # which has the rows of a reduced prompt
+    del encoded  # frees the rows of a reduced prompt
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
@@ -159,18 +157,23 @@ def prefill(
             parts, inputs, visual, method, observer, stop, decode_host
         )
 
-    # Transfer.
+    # Gather the KV on the decode host, or leave it sharded.
     kv = ShardedKV(shards, hosts, states)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
             kv = kv.gathered()
     timer.mark_prefilled()
+
+    # Only once the time is taken: it is collective, and waits for the device.
+    density = None
+    if method.blocks is not None:
+        density = method.blocks.density(hosts)
     return PrefillResult(
         logits=logits,
         layout=method.layout,
         method=method.name,
         exact=method.gives_exact_kv and reduction is None,
-        density=None if method.blocks is None else method.blocks.density(hosts),
+        density=density,
         inputs=inputs.without_pixels(),
         timer=timer,
         kv=kv,
@@ -181,11 +184,8 @@ def prefill(
 
 
 def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
-    """Reject a model that is another process's shard, or on another kind of device.
-
-    Raises:
-        InvalidConfigError: it is.
-    """
+    """Raise InvalidConfigError if the model is another process's shard, or on another kind of
+    device."""
     shard, num_shards = parts.tensor_parallel
     tp_rank = hosts.tensor_parallel_rank
     tp_size = hosts.tensor_parallel_size
@@ -202,7 +202,7 @@ def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
 
 @contextmanager
 def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
-    """Keep in force what a prefill changes in a model, for several threads that prefill."""
+    """Make the changes that prefills need in a model once, for several threads that prefill."""
     with (
         apbv_attention(parts.language_model),
         rows_in_chunks(parts, parts.max_position_embeddings),
@@ -213,15 +213,15 @@ def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
 
 
 def _require_shared_out(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig) -> None:
-    """Reject inputs that were made for another way to encode.
+    """Reject inputs whose video, images or audio are not shared out as the config says.
 
     Raises:
-        InvalidConfigError: what is encoded is shared out, and should not be, or the other way
+        InvalidConfigError: they are shared out over the hosts and should not be, or the other way
             round.
     """
-    wanted = config.frame_parallel and hosts.size > 1
-    for shown in (inputs.visual, inputs.audio):
-        if shown is not None and shown.is_shared_out != wanted:
+    should_be_shared_out = config.frame_parallel and hosts.size > 1
+    for media in (inputs.visual, inputs.audio):
+        if media is not None and media.is_shared_out != should_be_shared_out:
             raise InvalidConfigError(
                 f"the prefill has frame_parallel={config.frame_parallel}, but its inputs were made "
                 "for another number of hosts, or with another frame_parallel"
@@ -247,10 +247,11 @@ def _plan(
     )
     if not layout.is_split and method_type.splits:
         if hosts.is_leader:
+            how = "alone, exactly" if config.sparse is None else "alone"
             warn_caller(
                 f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the "
                 f"question, is too short to be split over {hosts.size} hosts: host 0 computes it "
-                "alone" + (", exactly" if config.sparse is None else "")
+                f"{how}"
             )
         method_type = method_alone(config)
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
@@ -274,8 +275,9 @@ def _forward(
     """Run the language model on this host's tokens.
 
     Returns:
-        Logits ``[1, V]``, the KV here, and a hybrid's states.
+        The last token's logits ``[1, V]`` on every host, this host's KV, and a hybrid's states.
     """
+    # Compute the hidden states.
     hosts = method.hosts
     layout = method.layout
     cache = ShardedCache(
@@ -287,11 +289,15 @@ def _forward(
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
     with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local)):
         hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, observer, states)
-    if states is not None and not layout.is_split:  # host 0 has computed alone
+    if states is not None and not layout.is_split:  # only host 0 has computed
         share_states(states, parts, hosts)
-    source = layout.last_token_host
-    if source in (None, hosts.rank):
+
+    # Compute the logits where the last token is; None: on every host.
+    last_token_host = layout.last_token_host
+    if last_token_host in (None, hosts.rank):
         logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
-    return (logits if source is None else hosts.broadcast(logits, source)), cache, states
+    if last_token_host is not None:
+        logits = hosts.broadcast(logits, last_token_host)
+    return logits, cache, states

@@ -1,5 +1,6 @@
-"""Estimates a prefill's memory on every host, rejects prompts that cannot fit, and explains
-out-of-memory errors.
+"""Estimates a prefill's memory on every host.
+
+It also rejects prompts that cannot fit, and explains out-of-memory errors.
 
 The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower
 encodes, chunk by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of
@@ -200,8 +201,9 @@ def _kv_before_last_linear(
     gathered_layer: int,
     kv_row: int,
 ) -> tuple[int, int]:
-    """Count the layers with KV before the last layer of linear attention, and the bytes of their
-    KV.
+    """Count the layers with KV before the last layer of linear attention.
+
+    Also return the bytes of their KV.
 
     Where KV is sent layer by layer, the newest of these layers is on its way: its rows, and of the
     others what the decode host has gathered, with room for an answer.
@@ -232,8 +234,9 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
 def _linear_attention(
     sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int
 ) -> int:
-    """Return the bytes that a layer of linear attention holds at once on one host, besides the
-    residual and positions.
+    """Return the bytes that a layer of linear attention holds at once on one host.
+
+    Residual and positions do not count.
 
     As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it:
     the maps of this host's blocks, then the blocks themselves, then the norm of all rows.
@@ -293,8 +296,9 @@ def _linear_attention(
 
 
 def _rule(sizes: LinearSizes, num_rows: int, width: int) -> int:
-    """Return the bytes that the rule holds at once for a run of rows, besides its inputs and the
-    state before them.
+    """Return the bytes that the rule holds at once for a run of rows.
+
+    Its inputs and the state before them do not count.
 
     Args:
         width: of the values.
@@ -334,8 +338,10 @@ def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
 
 
 def _layer_states(sizes: LinearSizes, itemsize: int) -> int:
-    """Return the bytes of a layer's states: the rule's in fp32, and the convolution's last
-    inputs."""
+    """Return the bytes of a layer's states.
+
+    These are the rule's state in fp32, and the convolution's last inputs.
+    """
     return 4 * sizes.state + sizes.last_inputs * itemsize
 
 

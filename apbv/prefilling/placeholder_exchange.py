@@ -82,8 +82,7 @@ class PlaceholderRows:
 
 
 def _write_rows(embeds: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Write rows ``[rows, d]`` over the embeddings ``[1, S, d]`` where ``mask``, ``[1, S]``, is
-    true."""
+    """Write rows ``[rows, d]`` over embeddings ``[1, S, d]`` where ``mask`` ``[1, S]`` is true."""
     places = mask[0].nonzero().flatten()
     embeds[0].index_copy_(0, to_device(places, embeds.device), rows)
 
@@ -120,7 +119,7 @@ def encode_and_exchange(
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
 
     Raises:
-        ValueError: a frame cannot be read, or a tower makes another number of rows than the prompt
+        ApbvError: a frame cannot be read, or a tower makes another number of rows than the prompt
             has placeholders.
         RequestCancelled: ``stop`` was true.
         HostError: another host failed.

@@ -76,7 +76,7 @@ class Prefiller:
 
         Raises:
             RequestCancelled: ``stop`` was true.
-            ValueError: the prompt or a file cannot be read, or the model has too few positions for
+            ApbvError: the prompt or a file cannot be read, or the model has too few positions for
                 the answer.
             HostError: another host failed.
         """

@@ -1,5 +1,7 @@
-"""Continuous batching: decodes a host's share of the answers in a thread, concurrently with its
-prefill thread."""
+"""Continuous batching: decodes a host's share of the answers in a thread.
+
+It runs concurrently with the host's prefill thread.
+"""
 
 import copy
 import os
@@ -25,8 +27,9 @@ _NICENESS = 10
 
 
 class DecodeThread:
-    """Decodes all answers whose prompts are prefilled and whose decode host is this host, in a
-    thread, as one batch.
+    """Decodes all answers whose decode host is this host, in a thread, as one batch.
+
+    Their prompts are prefilled.
 
     An answer joins the batch before its next step, and leaves it when it ends or its client
     disconnects. The thread lives inside a ``with`` block, in which apbv's attention is in force for

@@ -112,7 +112,7 @@ class Batch:
         """Answer all requests, or until a signal.
 
         Raises:
-            ValueError: the requests cannot be read any further, or the answers not be written.
+            StorageError: the requests cannot be read any further, or the answers not be written.
         """
         self._began = time.monotonic()
         with self._writer:

@@ -11,8 +11,9 @@ from .tools import ToolCallParser
 
 
 class Replies:
-    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer
-    parameters.
+    """Builds the replies to one request.
+
+    They are OpenAI's objects, with vLLM's token ids and KV transfer parameters.
 
     Args:
         jobs: one for each of its prompts.

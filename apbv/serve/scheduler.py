@@ -118,8 +118,7 @@ class Scheduler:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no further request is taken, none runs, and no KV waits that may still be
-        fetched."""
+        """Whether no further request is taken, none runs, and no KV waits to be fetched."""
         with self.changed:
             if not self.is_stopping or self._running:
                 return False
@@ -200,8 +199,10 @@ class Scheduler:
             return job
 
     def cancel(self, job: Job) -> None:
-        """Drop a request whose client has gone: at once from the queue, or else at its next
-        token."""
+        """Drop a request whose client has gone.
+
+        A queued request is dropped at once, a running one at its next token.
+        """
         with self.changed:
             job.is_cancelled = True
             is_ready = job in self._ready
@@ -347,8 +348,10 @@ class Scheduler:
         )
 
     def _has_enough(self, decode_host: int, job: Job) -> bool:
-        """Return whether a host has short prompts to prefill for now, with or without files as this
-        one."""
+        """Return whether a host has short prompts to prefill for now.
+
+        Only requests with files count if this one has files, and only those without if it has none.
+        """
         num_alike = 0
         for other in self._running:
             is_waiting = other.is_short and other.record.first_token is None

@@ -25,8 +25,9 @@ _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 def best_windows(
     rates: Sequence[float], size: int, seconds: float, cost: float, most: int
 ) -> list[int]:
-    """Return the windows γ of the highest goodput, expected tokens per second of a round
-    (SmartSpec, Liu et al.).
+    """Return the windows γ of the highest goodput.
+
+    Goodput is the expected tokens per second of a round (SmartSpec, Liu et al.).
 
     By Leviathan et al.'s Eq. 1 for the tokens, they maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c
     Σ_i γ_i). For one answer that is TABED's Eq. 1 with ParallelVLM's Lemma 1.
@@ -80,8 +81,9 @@ class Acceptance:
 
 
 class Pace:
-    """Chooses the draft lengths of one answer, or of a batch at one size, by the seconds of its
-    rounds; on host 0.
+    """Chooses the draft lengths of one answer, or of a batch at one size; on host 0.
+
+    It chooses by the seconds that rounds take.
 
     Drafts are judged against passes of the target without drafted tokens. After the first round,
     which is slow everywhere, three are measured, and three in every 64 rounds: they cost no more
@@ -166,8 +168,10 @@ class Pace:
         self._lost += min(cost / plain - (num_new - 1), TRIAL_PASSES / 2)
 
     def is_losing(self) -> bool:
-        """Return whether drafting for an answer has cost :data:`TRIAL_PASSES` passes more than it
-        has saved."""
+        """Return whether drafting for an answer costs more than it saves.
+
+        It does if it has cost :data:`TRIAL_PASSES` passes more than it has saved.
+        """
         return not self._keeps_losing_draft and self._lost >= TRIAL_PASSES
 
 
@@ -222,8 +226,10 @@ class SpeculationStats:
             self.num_rejections += 1
 
     def seconds_of_round(self) -> tuple[float, float]:
-        """Return the seconds of drafting, or of waiting for it, and of verifying since the last
-        call."""
+        """Return the seconds of drafting and of verifying since the last call.
+
+        If another host drafts, waiting for it takes the place of drafting.
+        """
         before = self._seconds
         self._seconds = (self.record.seconds[self.waiting], self.record.seconds["verify"])
         return self._seconds[0] - before[0], self._seconds[1] - before[1]

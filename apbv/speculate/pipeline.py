@@ -42,8 +42,10 @@ class RoundPlan:
 
     @staticmethod
     def num_ints(most: int) -> int:
-        """Return the length of :meth:`to_ints`: the end, and two lists of at most ``most`` tokens,
-        each after its length."""
+        """Return the length of :meth:`to_ints`.
+
+        It is of the end, and of two lists of at most ``most`` tokens, each after its length.
+        """
         return 1 + 2 * (1 + most)
 
     def to_ints(self, most: int) -> list[int]:
@@ -99,8 +101,10 @@ class PipelineStats(SpeculationStats):
         return times
 
     def summary(self, num_new_tokens: int) -> dict:
-        """Return the metrics for JSON, with all drafted tokens, including useless drafts, as
-        ``num_written``."""
+        """Return the metrics for JSON.
+
+        ``num_written`` counts all drafted tokens, including useless ones.
+        """
         figures = super().summary(num_new_tokens)
         figures["lost_draft"] = self.lost_draft
         figures["mean_accepted_tokens"] = figures["accepted_in_a_row"]
@@ -217,8 +221,9 @@ class _Target:
 def generate_beside_draft(
     answer: Answer, pair: Pair, pace: Pace
 ) -> tuple[list[int], PipelineStats]:
-    """Decode like :func:`apbv.decode.answer.generate_tokens`, in parallel with :func:`draft_beside`
-    on another host.
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, while another host drafts.
+
+    That host runs :func:`draft_beside`.
 
     If the draft host fails, the target warns once and continues alone, greedy to the same tokens.
     It also does so if the draft's logits are NaN or infinite; then the draft host drafts again for
@@ -276,8 +281,9 @@ def generate_beside_draft(
 def draft_beside(
     link: Link, draft: Draft, last_prompt_token: int, stops_with_target: bool = False
 ) -> tuple[list[int], DraftReport]:
-    """Draft windows on the draft host until the target is done, or the draft's logits are NaN or
-    infinite.
+    """Draft windows on the draft host until the target is done.
+
+    It also ends if the draft's logits are NaN or infinite.
 
     Args:
         link: the link to the target's host 0.

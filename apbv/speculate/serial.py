@@ -40,8 +40,10 @@ class RoundVerdict:
 
     @staticmethod
     def num_ints(depth: int) -> int:
-        """Return the length of :meth:`to_ints` for a tree of this depth: three fields, the path's
-        length, and a path of the root and one node a level."""
+        """Return the length of :meth:`to_ints` for a tree of this depth.
+
+        It is of three fields, the path's length, and a path of the root and one node a level.
+        """
         return 3 + 1 + (1 + depth)
 
     def to_ints(self, depth: int) -> list[int]:
@@ -59,8 +61,9 @@ class RoundVerdict:
 def generate_speculatively(
     answer: Answer, drafter: Drafter | None, pace: Pace, tree: Tree | None = None
 ) -> tuple[list[int], SpeculationStats]:
-    """Decode like :func:`apbv.decode.answer.generate_tokens`, but several tokens per forward pass
-    of the target.
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, but several tokens per pass.
+
+    A pass is a forward pass of the target.
 
     Every token is distributed as the target's own would be; at temperature 0, and always with a
     tree, it is the same token.

@@ -1,5 +1,6 @@
-"""Speculative decoding in a batch: answers draft and are verified together, each with its own
-window.
+"""Speculative decoding in a batch.
+
+Answers draft and are verified together, each with its own window.
 
 A round is one pass of each draft model per drafted position, over the answers that draft there, and
 one of the target over every answer's last token and drafted ones. All of it is queued on the
@@ -426,8 +427,10 @@ def _run_missing(runner: BatchRunner, members: list[DraftingMember]) -> Tensor:
 
 
 def _penalised(logits: Tensor, answers: list[Answer], levels: list[_Level]) -> Tensor:
-    """Return logits ``[R, Vq]`` with the answers' penalties for their tokens and the drafted
-    ones."""
+    """Return logits ``[R, Vq]`` with the answers' penalties.
+
+    The penalties are for their tokens and the drafted ones.
+    """
     if all(answer.penalties is None for answer in answers):
         return logits
     rows = list(logits.split(1))

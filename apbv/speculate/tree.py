@@ -37,8 +37,9 @@ class Tree:
 
     @classmethod
     def of(cls, num_drafted: int, max_depth: int, max_children: int = sys.maxsize) -> "Tree":
-        """Return the tree of the N nodes most likely to be accepted, the chain of first guesses
-        among them.
+        """Return the tree of the N nodes most likely to be accepted.
+
+        The chain of first guesses is among them.
 
         That is where every guess for a place is right half as often as the one before it: the child
         of rank r (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of

@@ -84,7 +84,7 @@ def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
     why, is_fault = checked.obstacle("flash_attn", GPU, torch.bfloat16)
     assert is_fault and "off by 0.3" in why
     with pytest.raises(CheckFailed, match="bfloat16: its attention of 1 queries"):
-        checked.back_end("flash_attn", HostGroup(device=GPU, timeout=0.0))
+        checked.check_backend("flash_attn", HostGroup(device=GPU, timeout=0.0))
 
 
 def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
@@ -102,13 +102,13 @@ def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
 
     monkeypatch.setattr(library_attention, "usable", usable)
     hosts = HostGroup(device=GPU, timeout=0.0)
-    text, figures = checked.back_end("flash_attn", hosts)
+    text, figures = checked.check_backend("flash_attn", hosts)
     assert text.startswith("bfloat16; not built for float16 (") and figures == {
         "dtypes": ["bfloat16"]
     }
     mistake[0] = "is wrong: it is off by nan and 0"
     with pytest.raises(CheckFailed, match="float16: its attention of 1 queries"):
-        checked.back_end("flash_attn", hosts)
+        checked.check_backend("flash_attn", hosts)
 
 
 def test_a_part_of_the_decoder_that_is_no_longer_recognized_is_a_fault(monkeypatch):

@@ -15,25 +15,29 @@ from ...hosts import fair_share_of_cores
 from ...reporting import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
-# Frames after which a run of frames may be split at a keyframe, for several threads to share.
+# A run of at least this many frames is split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
 # Seconds by which equal times may differ: times are sums of a container's units.
 _SAME_TIME = 1e-6
-# By how many times an unannounced frame may have more pixels than the first.
+# Added to a number of grid times, so that a time half way between two frames, common at 2 of 25
+# frames per second, goes to the same frame however times are rounded.
+_TIE = 1e-6
+# How many times as many pixels as the first an unannounced frame may have.
 MOST_TIMES_LARGER = 16
+# Makes a context in which a thread decodes.
 AtWork = Callable[[], AbstractContextManager]
 
 
 def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     """Spread ``min(n, num_frames)`` distinct indices evenly over all n frames; ascending.
 
-    Index i of k is i * (n - 1) / (k - 1) rounded to nearest, halves up, in integer arithmetic: both
-    ends are included, steps differ by at most one. For k = 1 it is frame 0. This is even in frame
-    numbers; :func:`sample_fps` is even in time.
+    With k = ``min(n, num_frames)``, index i of k is i * (n - 1) / (k - 1), rounded to nearest,
+    halves up, in integer arithmetic: both ends are included, steps differ by at most one. For k = 1
+    it is frame 0. This is even in frame numbers; :func:`sample_fps` is even in time.
 
     Args:
         info_or_n: the video, or n.
-        num_frames: how many indices are wanted.
+        num_frames: how many indices to return.
 
     Raises:
         InvalidRequestError: ``num_frames`` < 1 or n < 0.
@@ -44,7 +48,9 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     k = min(n, num_frames)
     if k < 2:
         return [0] * k
-    return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
+    num_steps = k - 1
+    # Doubled, so that adding half a step rounds to nearest.
+    return [(2 * i * (n - 1) + num_steps) // (2 * num_steps) for i in range(k)]
 
 
 def frames_within(info: VideoInfo, start: float | None, end: float | None) -> range:
@@ -89,35 +95,39 @@ def sample_fps(
 ) -> list[int]:
     """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last.
 
-    The frames are found by their timestamps, which is right for a variable frame rate too; of two
-    equally near, the earlier. Their indices are distinct and ascend. An ``fps`` well above the
-    video's own gives every frame.
+    The frames are found by their timestamps, which also holds for variable frame rates; of two
+    equally near frames the earlier is taken. Their indices are distinct and ascend. An ``fps`` well
+    above the video's own gives every frame.
 
     Args:
         info: the video.
         fps: frames per second.
-        max_frames: where the times give more frames than this, this number is sampled by
+        max_frames: if the times give more frames than this, this number is sampled by
             :func:`sample_uniform` instead.
-        min_frames: where the times give fewer frames than this, this number is sampled by
+        min_frames: if the times give fewer frames than this, this number is sampled by
             :func:`sample_uniform` instead.
         within: the frames among which to sample, from the time of their first; None: all.
 
     Raises:
         InvalidRequestError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
     """
-    says, may_be = FRAME_RATE
-    if not may_be(fps):
-        raise InvalidRequestError(f"fps must {says}, not {fps!r:.50}")
-    within = range(info.num_frames) if within is None else within
+    requirement, is_valid = FRAME_RATE
+    if not is_valid(fps):
+        raise InvalidRequestError(f"fps must {requirement}, not {fps!r:.50}")
+    if within is None:
+        within = range(info.num_frames)
     times = np.asarray(info.timestamps)[within.start : within.stop]
     times = times - times[0]
+
     # A frame is nearest to the times from half way to the one before (excluded) to half way to the
-    # next, and is taken if a grid time lies there. Counting the grid times up to each edge needs no
-    # grid in memory. The small term makes ties, common at 2 of 25 fps, fall the same way however
-    # the times are rounded.
+    # next, and is taken if a grid time lies there. The grid may be long, so its times are counted
+    # up to each of these edges: they are 0, 1/fps, 2/fps..., so the first is counted from -1.
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
-    count = np.floor(edges * fps + 1e-6)
-    chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
+    last_grid_index = np.floor(edges * fps + _TIE)
+    num_grid_times = np.diff(last_grid_index, prepend=-1)
+    chosen = np.flatnonzero(num_grid_times > 0).tolist()
+
+    # Take another number instead where this one is out of bounds.
     num_frames = max(len(chosen), min_frames)
     if max_frames is not None:
         num_frames = min(num_frames, max_frames)
@@ -130,9 +140,9 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     """Decode frames: uint8 ``[len(indices), height, width, 3]``, RGB as displayed.
 
     The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors
-    are those of :func:`iter_frames`, of which this is the only chunk.
+    are as in :func:`iter_frames`, of which this is the only chunk.
     """
-    # All: an error may follow.
+    # All of the iterator: an error may follow the chunk.
     chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))
     return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
@@ -147,24 +157,24 @@ def iter_frames(
     """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed.
 
     Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding
-    seeks wherever a keyframe lets it skip packets, leaves out frames that are neither wanted nor
-    needed by others, and goes on while a chunk is in use. Besides the chunks that were yielded
-    there are at most two in memory, and in each thread one frame and those in its decoder.
-    Closing the iterator ends the threads and closes the file.
+    seeks wherever a keyframe lets it skip packets, skips frames that are neither requested nor
+    needed by others, and goes on while a chunk is in use. In memory are the chunks that were
+    yielded, at most two others, and in each thread one frame and those in its decoder. Closing the
+    iterator ends the threads and closes the file.
 
     Args:
         info: the video, from :func:`apbv.input.video.probe`.
-        indices: of the frames, strictly ascending.
+        indices: the frames' numbers, strictly ascending.
         chunk_len: frames in each chunk but the last.
-        threads: how many runs of frames to decode at the same time, where there are several; 0 for
-            this process's fair share of its machine's cores.
-        at_work: called by each thread that decodes, and entered while it works, but not while it
+        threads: how many runs of frames to decode at the same time, if there are several; 0: as
+            many as this process's fair share of its machine's cores.
+        at_work: makes a context, which each decoding thread enters while it works, but not while it
             waits for room.
 
     Raises:
-        VideoError: a frame, or one that was decoded on the way to it, is damaged so that the
-            decoder notices, or does not come; or the frame size changes, or the file. It may be
-            raised before the frame's own chunk, and after the last.
+        VideoError: a frame, or one that was decoded on the way to it, is missing, or is damaged so
+            that the decoder notices; a frame is much larger than announced; or the file was
+            changed. It may be raised before the frame's own chunk, and after the last.
         InvalidRequestError: the indices do not ascend, or chunk_len < 1; raised by the call itself.
         IndexError: an index is out of range; raised by the call itself.
     """
@@ -182,21 +192,23 @@ def iter_frames(
 def plan_runs(info: VideoInfo, frames: Sequence[int]) -> list[range]:
     """Split frames into runs: wherever a seek skips a frame, and in long runs at keyframes.
 
-    A frame is decoded from the last keyframe that is displayed no later. One that comes before it
-    in the file may be displayed after it, and need the group before.
+    A frame is decoded from the last keyframe that is displayed no later, with which its group of
+    pictures begins. A frame that precedes a keyframe in the file may be displayed after it, and
+    need the group before.
 
     Args:
+        info: the video.
         frames: indices of the frames to decode, ascending.
 
     Returns:
-        The place of each run's frames in ``frames``.
+        The places of each run's frames in ``frames``.
     """
     if not frames:
         return []
     if not len(info.pts):
         return [range(len(frames))]
     keys = _keys_of(info, frames)
-    # For every frame, the one with which its group begins.
+    # For every frame, the index of the frame with which its group begins.
     group_starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()
     runs = []
     start = 0
@@ -230,19 +242,20 @@ def _run_frames(
 def _frames_from_keys(
     file: VideoFile, info: VideoInfo, frames: Sequence[int], check: Callable[[], None]
 ) -> Iterator[av.VideoFrame]:
-    """Decode a run's frames from a keyframe, and from an earlier one again where not all come."""
+    """Decode a run's frames from a keyframe, and again from earlier ones until all have come."""
     remaining = deque(frames)
     key = int(_keys_of(info, [remaining[0]])[0])
     num_back = 1
     while remaining:
-        # For each time, how many of its frames have to come until the last of ours has.
+        # Several frames may have the same time. Of each time, the frames up to our last one have to
+        # be decoded; a later entry of the same time replaces an earlier, smaller one.
         times = info.pts[list(remaining)]
         first_of_time = np.searchsorted(info.pts, times)
         counts = np.array(remaining) - first_of_time + 1
-        wanted = dict(zip(times.tolist(), counts.tolist(), strict=True))
+        num_wanted = dict(zip(times.tolist(), counts.tolist(), strict=True))
         try:
-            for place, frame in file.frames_from(info.keys[key], wanted, check):
-                index = int(np.searchsorted(info.pts, frame.pts)) + place
+            for number_in_time, frame in file.frames_from(info.keys[key], num_wanted, check):
+                index = int(np.searchsorted(info.pts, frame.pts)) + number_in_time
                 if index > remaining[0]:
                     raise NotWholeError(
                         f"{file.path}: a frame cannot be decoded: {remaining[0]} is missing"
@@ -251,6 +264,7 @@ def _frames_from_keys(
                     remaining.popleft()
                     yield frame
         except (NotWholeError, av.error.FFmpegError) as error:
+            # Go back to an earlier keyframe, each time twice as far.
             if key == 0:
                 if isinstance(error, NotWholeError):
                     raise VideoError(str(error)) from error
@@ -286,8 +300,13 @@ class _Chunks:
     A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in
     order, so the first row that is missing is always being decoded by one that need not wait.
 
+    Args:
+        num_rows: the frames of all chunks.
+        chunk_len: the frames of each chunk but the last.
+        shape: ``(height, width, 3)`` of a frame.
+
     Attributes:
-        error: why there are no more.
+        error: the first error, which ended the decoding; None if there was none.
         are_scaled: whether a frame had to be scaled; a warning is given for the first.
     """
 
@@ -297,11 +316,11 @@ class _Chunks:
         self._shape = shape
         self._chunk_len = chunk_len
         num_whole, rest = divmod(num_rows, chunk_len)
-        self._missing = [chunk_len] * num_whole
+        self._num_missing = [chunk_len] * num_whole  # frames of each chunk
         if rest:
-            self._missing.append(rest)
-        self._arrays: dict[int, np.ndarray] = {}
-        self._taking = 0
+            self._num_missing.append(rest)
+        self._arrays: dict[int, np.ndarray] = {}  # by the chunks' numbers
+        self._next_chunk = 0  # the number of the chunk to be yielded next
         self._has_ended = False
         self._changed = threading.Condition()
 
@@ -311,18 +330,24 @@ class _Chunks:
             raise _Unwanted
 
     def put(self, row: int, image: np.ndarray) -> None:
-        """Store a frame once there is room for it; _Unwanted if it is no longer needed."""
+        """Store a frame once there is room for it.
+
+        Raises:
+            _Unwanted: it is no longer needed.
+        """
         number, place = divmod(row, self._chunk_len)
         with self._changed:
-            while number > self._taking + 1 and not self._has_ended:
+            while number > self._next_chunk + 1 and not self._has_ended:
                 self._changed.wait()
             self.check()
             if number not in self._arrays:
-                self._arrays[number] = np.empty((self._missing[number], *self._shape), np.uint8)
+                # No frame has been stored: all of the chunk's are missing.
+                shape = (self._num_missing[number], *self._shape)
+                self._arrays[number] = np.empty(shape, np.uint8)
             array = self._arrays[number]
         array[place] = image
         with self._changed:
-            self._missing[number] -= 1
+            self._num_missing[number] -= 1
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -334,17 +359,17 @@ class _Chunks:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yield the chunks, each once it is complete; raise the first error."""
-        for number in range(len(self._missing)):
+        for number in range(len(self._num_missing)):
             with self._changed:
-                self._taking = number
+                self._next_chunk = number
                 self._changed.notify_all()
-                while self._missing[number]:
+                while self._num_missing[number]:
                     if self.error is not None:
                         raise self.error
                     self._changed.wait()
                 chunk = self._arrays.pop(number)
             yield chunk
-            del chunk
+            del chunk  # or it would be in memory beside the next two
 
 
 def _decoded(
@@ -392,10 +417,11 @@ def _work(
             if file.num_bytes != info.num_bytes:
                 raise file.error("changed since it was probed")
             size = (info.height, info.width) if info.transpose else (info.width, info.height)
-            converter = VideoReformatter()  # to make one for every frame costs more than it saves
+            converter = VideoReformatter()  # shared, as making one takes time
             while run is not None:
                 decoded = _run_frames(file, info, frames[run.start : run.stop], chunks.check)
-                # After the last frame the decoder is drained, which may show that it is damaged.
+                # None: after the last frame the decoder is drained, which may show that this frame
+                # is damaged.
                 for row in (*run, None):
                     with at_work():
                         frame = next(decoded, None)
@@ -431,11 +457,18 @@ def _at_first_size(
     """Return a frame in RGB, scaled to the size of the first one, as FFmpeg does.
 
     Args:
-        size: the first one's width and height, as stored.
+        converter: used for frames of the first one's size.
+        frame: the frame.
+        size: width and height of the first frame, as stored.
+        info: the video.
+        chunks: notes that a frame was scaled.
+
+    Raises:
+        VideoError: the frame is much larger than any that was announced.
     """
     width, height = size
     if (frame.width, frame.height) != size:
-        # Not all codecs' headers were read.
+        # Probing reads the size of later frames in some codecs' headers only.
         max_pixels = max(info.most_pixels, MOST_TIMES_LARGER * width * height)
         if frame.width * frame.height > max_pixels:
             raise VideoError(

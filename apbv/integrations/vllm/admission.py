@@ -32,8 +32,11 @@ class Admission:
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self._model_config = model_config = vllm_config.model_config
+        model_config = vllm_config.model_config
+        self._model_config = model_config
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
+
+        # Identify the model.
         if model_config.hf_overrides:
             raise InvalidRequestError(
                 "ApbvConnector cannot identify a model changed by hf_overrides"
@@ -47,24 +50,28 @@ class Admission:
         )
         refuse(offering="ApbvConnector", rope_by_length=rope_by_length(config.get_text_config()))
         self._config_sha256 = config_digest(config)
-        self._weights_sha256 = weights_digest(
-            _sampled_rows(model_config, vllm_config.load_config.download_dir)
-        )
+        rows = _sampled_rows(model_config, vllm_config.load_config.download_dir)
+        self._weights_sha256 = weights_digest(rows)
+
+        # Gives the rotary positions if they depend on video and images; None: they are 0, 1, 2...
         self._model = None
         if model_config.uses_mrope:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
     def admit(self, request: Request, source: Saved | Offered) -> Load:
-        """Return the part of some KV to load, and isolate the request in vLLM's prefix cache.
+        """Return which KV to load, and isolate the request in vLLM's prefix cache.
 
         Raises:
-            InvalidRequestError: the request must not have this KV; the message says why.
+            InvalidRequestError: the request must not use this KV; the message says why.
         """
         facts = source.facts
         _require_plain(request)
         self._require_model(facts)
+
+        # The prompt must begin with the KV's tokens, at the KV's positions.
         prompt = request.prompt_token_ids[: facts.num_tokens]
-        if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
+        is_long_enough = len(prompt) == facts.num_tokens
+        if not is_long_enough or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise InvalidRequestError(
                 f"the prompt of {request.num_prompt_tokens} tokens does not start with the "
                 f"{facts.num_tokens} of the KV: vLLM and the prefill instance render the request "
@@ -74,17 +81,19 @@ class Admission:
             _require_visual(request, source)
         positions = self._positions(request, facts.num_tokens)
         if digest_of_positions(positions) != facts.positions_sha256:
-            # vLLM and transformers give them differently to text after a video.
+            # vLLM and transformers give different positions to text after a video.
             raise InvalidRequestError(
                 f"the KV was computed at other positions (positions={facts.position_rule!r}) than "
                 "vLLM gives the request: prefill with positions='vllm'"
             )
+
         self._set_apart(request, source.salt)
         # vLLM computes the last token of every prompt itself, to get its logits.
         return Load(source, range(min(facts.num_tokens, request.num_prompt_tokens - 1)))
 
     def _require_model(self, facts: KVFacts) -> None:
-        """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
+        """Raise InvalidRequestError unless vLLM's model computed the KV, whose sizes are
+        untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
             raise InvalidRequestError(
@@ -93,9 +102,11 @@ class Admission:
             )
         if facts.weights_sha256 != self._weights_sha256:
             raise InvalidRequestError(f"the KV is of the model {facts.model}, whose weights differ")
-        own_dtype = str(config.dtype).removeprefix("torch.")
-        if facts.dtype != own_dtype:
-            raise InvalidRequestError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
+        model_dtype = str(config.dtype).removeprefix("torch.")
+        if facts.dtype != model_dtype:
+            raise InvalidRequestError(
+                f"the KV is {facts.dtype}, the model computes in {model_dtype}"
+            )
         sizes = (
             config.get_total_num_hidden_layers(),
             config.get_total_num_kv_heads(),
@@ -107,8 +118,7 @@ class Admission:
             )
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
-        """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or
-        ``[n]``."""
+        """Return vLLM's rotary positions of the prompt's first tokens, ``[3, n]`` or ``[n]``."""
         if self._model is None:
             return torch.arange(num_tokens)
         if any(feature.data is None for feature in request.mm_features):
@@ -123,15 +133,20 @@ class Admission:
     def _set_apart(self, request: Request, salt: str) -> None:
         """Give the request's blocks hashes that are unique to requests with this KV.
 
-        vLLM calls this connector before it looks anything up for the request.
+        vLLM calls this connector before it looks up the request's blocks in its prefix cache.
+
+        Raises:
+            InvalidRequestError: this version of vLLM does not compute the hashes anew.
         """
-        if not self._prefix_caching or salt in (request.cache_salt or ""):
+        former_salt = request.cache_salt or ""
+        if not self._prefix_caching or salt in former_salt:
             return
-        before = list(request.block_hashes)
-        request.cache_salt = f"{request.cache_salt or ''}/{salt}"
+        former_hashes = list(request.block_hashes)
+        request.cache_salt = f"{former_salt}/{salt}"
         request.block_hashes.clear()
         request.update_block_hashes()
-        if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
+        is_complete = len(request.block_hashes) == len(former_hashes)
+        if not is_complete or set(request.block_hashes) & set(former_hashes):
             raise InvalidRequestError(
                 "this version of vLLM cannot isolate a request's KV in its prefix cache: give the "
                 f"request a cache_salt that contains {salt!r}, or start vLLM with "
@@ -140,7 +155,8 @@ class Admission:
 
 
 def _require_plain(request: Request) -> None:
-    """Check that a request is one whose answer follows from its prompt's KV."""
+    """Raise InvalidRequestError unless a request's answer follows from its prompt's token ids and
+    KV."""
     if request.skip_reading_prefix_cache:
         raise InvalidRequestError(
             "prompt_logprobs and skip_reading_prefix_cache need a prefill, which is not loaded"
@@ -152,11 +168,14 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
-    """Check the video's identity as stated by the client, because token ids do not depend on a
-    video's content."""
+    """Raise InvalidRequestError unless the client states that video and images are the same as the
+    KV's.
+
+    Token ids do not depend on a video's content.
+    """
     for feature in request.mm_features:
-        shown = feature.mm_position.offset < saved.facts.num_tokens
-        if shown and not feature.identifier.startswith(saved.visual_uuid):
+        is_in_kv = feature.mm_position.offset < saved.facts.num_tokens
+        if is_in_kv and not feature.identifier.startswith(saved.visual_uuid):
             raise InvalidRequestError(
                 f"the request's {feature.modality} is {feature.identifier!r}, which may differ "
                 f"from that of the KV: its uuid must be {saved.visual_uuid!r} (see "
@@ -175,30 +194,39 @@ def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Modu
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
     """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint.
 
-    A scheduler has no model.
+    The scheduler, which needs it, has no model.
+
+    Returns:
+        The first row of each sampled projection, by layers and then by projections.
 
     Raises:
         InvalidRequestError: there are no such weights in safetensors files.
     """
+    # Find the checkpoint.
     folder = Path(model_config.model)
     if not folder.is_dir():  # a hub id, which vLLM has downloaded by now
-        options = {
-            "revision": model_config.revision,
-            "cache_dir": download_dir,
-            "local_files_only": True,
-        }
-        folder = Path(
-            snapshot_download(model_config.model, allow_patterns="*.safetensors", **options)
+        downloaded = snapshot_download(
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            allow_patterns="*.safetensors",
         )
-    rows = {}
+        folder = Path(downloaded)
+
+    # Read the rows, which may be in any order in several files.
+    rows = {}  # by layer and projection
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                if (found := _PROJECTION.fullmatch(name)) and "vision" not in name:
-                    row = tensors.get_slice(name)[:1].to(model_config.dtype)
-                    rows[int(found["layer"]), SAMPLED_PROJECTIONS.index(found["name"])] = row
+                match = _PROJECTION.fullmatch(name)
+                if match is None or "vision" in name:
+                    continue
+                layer = int(match["layer"])
+                projection = SAMPLED_PROJECTIONS.index(match["name"])
+                rows[layer, projection] = tensors.get_slice(name)[:1].to(model_config.dtype)
     if not rows:
         raise InvalidRequestError(
             f"ApbvConnector found no decoder layers in {folder}/*.safetensors"
         )
-    return [rows[place] for place in sorted(rows)]
+    return [rows[key] for key in sorted(rows)]

@@ -1,5 +1,4 @@
-"""The connector's vLLM interface, which forwards vLLM's calls to the scheduler's and the worker's
-half."""
+"""The connector's vLLM interface, which forwards calls to its scheduler's or its worker's half."""
 
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -32,7 +31,7 @@ class ApbvConnector(KVConnectorBase_V1):
     - ``timeout``: seconds to wait for an unresponsive source (30).
 
     Raises:
-        InvalidConfigError: with the engine's settings loaded KV would be wrong, or a setting is
+        InvalidConfigError: loaded KV would be wrong with the engine's settings, or a setting is
             wrong.
     """
 
@@ -40,6 +39,8 @@ class ApbvConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
+
+        # Reject settings with which loaded KV would be wrong.
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         if transfer.kv_role != "kv_consumer":
@@ -56,15 +57,20 @@ class ApbvConnector(KVConnectorBase_V1):
             raise InvalidConfigError(
                 "ApbvConnector does not support vLLM's speculative decoding: no draft's KV is saved"
             )
-        self._scheduling = self._loading = None
+
+        # vLLM has a connector for its scheduler, and one for each worker.
+        self._scheduling: Scheduling | None = None
+        self._loading: Loading | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(vllm_config)
         else:
             self._loading = Loading(vllm_config, kv_cache_config.kv_cache_groups[0])
 
     def shutdown(self) -> None:
-        half = self._scheduling or self._loading
-        half.close()
+        if self._scheduling is not None:
+            self._scheduling.close()
+        else:
+            self._loading.close()
 
     # The scheduler's half.
 

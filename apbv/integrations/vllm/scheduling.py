@@ -16,7 +16,8 @@ from ...kv.ticket import Ticket
 from .admission import Admission
 from .sources import Load, LoadMetadata, Offered, Sources
 
-_DROPPERS = 4  # threads, so that an unreachable host does not delay messages to the others for long
+# Threads that tell hosts to drop KV: one unreachable host must not delay messages to the others.
+_DROPPERS = 4
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
 
@@ -26,8 +27,8 @@ class Entry:
     """Scheduler state of a request that names KV.
 
     Attributes:
-        load: what it loads; None if the request must fail.
-        is_loaded: whether its KV has arrived.
+        load: the KV to load; None if the request must fail.
+        is_loaded: whether the KV has arrived.
     """
 
     load: Load | None
@@ -35,19 +36,20 @@ class Entry:
 
     @property
     def ticket(self) -> Ticket | None:
-        """The ticket of KV that is given out once; None if there is none."""
-        is_offered = self.load is not None and isinstance(self.load.source, Offered)
-        return self.load.source.ticket if is_offered else None
+        """The ticket of exported KV, which can be fetched once; None for other KV."""
+        if self.load is None or not isinstance(self.load.source, Offered):
+            return None
+        return self.load.source.ticket
 
 
 class Scheduling:
-    """The scheduler's half of the connector, which decides when a request arrives.
+    """The scheduler's half of the connector, which decides about requests as they arrive.
 
     A connector can reject a request only by a load that fails. So under the policy ``fail`` a
     request that does not fit its KV waits for a load like every other, the load fails at once, and
     vLLM ends this request with finish reason ``error`` (HTTP 500) and continues with the others.
     The reason is in vLLM's log; no field of the response could carry it. Under ``recompute`` such a
-    request is one without KV, which vLLM prefills itself.
+    request is treated as one without KV, and vLLM prefills it itself.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -92,7 +94,8 @@ class Scheduling:
             return 0
         if entry.load is not None:
             count = max(0, entry.load.tokens.stop - num_computed_tokens)
-            if count == 0 or not entry.is_loaded or entry.ticket is None:
+            is_spent = entry.is_loaded and entry.ticket is not None
+            if count == 0 or not is_spent:
                 return count
             self._report(
                 request, "vLLM preempted it after its KV had been fetched, and KV is given out once"
@@ -129,12 +132,12 @@ class Scheduling:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Record the loads that have ended on all workers."""
-        failed = output.failed_recving or ()
+        failed_ids = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             entry = self._entries.get(request_id)
             if entry is None:
                 continue
-            entry.is_loaded = request_id not in failed
+            entry.is_loaded = request_id not in failed_ids
             if not entry.is_loaded and self._recomputes:
                 self.remove(request_id)
                 logger.warning("vLLM prefills request %s itself", request_id)
@@ -151,12 +154,17 @@ class Scheduling:
         self._droppers.shutdown(wait=False, cancel_futures=True)
 
     def _report(self, request: Request, reason: str) -> None:
-        what = "vLLM prefills it itself" if self._recomputes else "it is refused"
+        """Log why a request cannot use its KV, and what becomes of it."""
+        outcome = "vLLM prefills it itself" if self._recomputes else "it is refused"
         logger.error(
-            "request %s cannot use the KV that it names: %s; %s", request.request_id, reason, what
+            "request %s cannot use the KV that it names: %s; %s",
+            request.request_id,
+            reason,
+            outcome,
         )
 
     def _drop(self, ticket: Ticket) -> None:
+        """Tell the hosts that this KV will not be fetched, in the background."""
         self._droppers.submit(_drop, ticket)
 
 
@@ -170,5 +178,5 @@ def _drop(ticket: Ticket) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text for vLLM's log."""
+    """Return an error's text for vLLM's log: a ValueError's explains itself."""
     return str(error) if isinstance(error, ValueError) else repr(error)

@@ -84,7 +84,7 @@ class Offered:
     """Exported KV on the hosts that prefilled it, for this request only.
 
     Attributes:
-        ticket: where, and what it is.
+        ticket: the hosts, and the description of the KV.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
     """
@@ -100,22 +100,22 @@ class Offered:
 
     @property
     def salt(self) -> str:
-        """As :attr:`Saved.salt`."""
+        """Part of the ``cache_salt`` of requests with this KV, like :attr:`Saved.salt`."""
         return f"apbv-{self.ticket.transfer}"
 
     def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
         """Yield keys and values of each layer, ``[H, T, D]``, which are valid until the next.
 
-        The hosts are told when all have arrived.
+        After the last layer it confirms to the hosts that all have arrived.
 
         Raises:
-            StorageError: the KV has ended, or a host cannot be reached or falls silent.
+            StorageError: the KV has ended, or a host cannot be reached or stops answering.
         """
         with RemoteKV(self.ticket, self.timeout, self.num_readers) as remote:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
-            except StorageError as error:  # the KV is here all the same, and expires there
+            except StorageError as error:  # all KV has arrived, and the hosts' copy will expire
                 logger.warning(
                     "cannot tell the prefill side that transfer %s is complete: %s",
                     self.ticket.transfer,
@@ -156,7 +156,7 @@ class LoadMetadata(KVConnectorMetadata):
 
 
 class Sources:
-    """The sources that requests may name, by ``kv_connector_extra_config``.
+    """The sources that requests may name, as ``kv_connector_extra_config`` says.
 
     Raises:
         InvalidRequestError: the configuration is invalid.
@@ -167,9 +167,9 @@ class Sources:
         root = transfer.get_from_extra_config("root", None)
         networks = transfer.get_from_extra_config("networks", None)
         self._root = None if root is None else Path(root).resolve()
-        self._networks = (
-            None if networks is None else [ipaddress.ip_network(network) for network in networks]
-        )
+        self._networks = None
+        if networks is not None:
+            self._networks = [ipaddress.ip_network(network) for network in networks]
         self._timeout = float(transfer.get_from_extra_config("timeout", 30.0))
         self._num_readers = vllm_config.parallel_config.world_size
 
@@ -182,18 +182,23 @@ class Sources:
         """
         params = request.kv_transfer_params
         ticket = Ticket.from_params(params)
-        if ticket is None:
-            if not isinstance(params, dict) or "apbv_path" not in params:
-                return None
-            path = params["apbv_path"]
-            if not isinstance(path, str):
-                raise InvalidRequestError(f"apbv_path must be a string, not {path!r}")
-            return Saved.open(self._inside_root(path))
-        for host, _ in ticket.sources:
-            self._require_allowed(host)
-        return Offered(ticket, self._num_readers, self._timeout)
+        if ticket is not None:
+            for host, _ in ticket.sources:
+                self._require_allowed(host)
+            return Offered(ticket, self._num_readers, self._timeout)
+        if not isinstance(params, dict) or "apbv_path" not in params:
+            return None
+        path = params["apbv_path"]
+        if not isinstance(path, str):
+            raise InvalidRequestError(f"apbv_path must be a string, not {path!r}")
+        return Saved.open(self._inside_root(path))
 
     def _inside_root(self, path: str) -> Path:
+        """Return a directory's path, relative to the root if there is one.
+
+        Raises:
+            InvalidRequestError: it is outside the root.
+        """
         if self._root is None:
             return Path(path)
         if not (self._root / path).resolve().is_relative_to(self._root):
@@ -201,6 +206,8 @@ class Sources:
         return self._root / path
 
     def _require_allowed(self, host: str) -> None:
+        """Raise InvalidRequestError if a ticket's host is outside the networks that may offer
+        KV."""
         if self._networks is None:
             return
         try:
@@ -221,15 +228,18 @@ def request_params(path: str | Path) -> dict[str, Any]:
 
     Returns:
         ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it
-        goes into ``SamplingParams(extra_args={"kv_transfer_params": …})``. With a video or images
-        also ``uuid``, their name: a field of the message's ``video_url`` or ``image_url`` part (of
-        each image, with a suffix of its own); offline the prompt's ``multi_modal_uuids``. By it the
-        client asserts that vLLM is shown what apbv was shown.
+        goes into ``SamplingParams(extra_args={"kv_transfer_params": …})``. For a prompt with a
+        video or images also ``uuid``, by which the client asserts that vLLM gets the same video or
+        images as apbv: a field of the message's ``video_url`` or ``image_url`` part (of each image,
+        with a different suffix); offline the prompt's ``multi_modal_uuids``.
 
     Raises:
-        StorageError: there is no usable KV in this directory, or that of a reduced prompt.
+        StorageError: there is no usable KV in this directory, or visual tokens were pruned from its
+            prompt.
     """
     path = Path(path).resolve()
     saved = Saved.open(path)
-    params = {"kv_transfer_params": {"apbv_path": str(path)}}
-    return params if saved.visual_uuid is None else {**params, "uuid": saved.visual_uuid}
+    params: dict[str, Any] = {"kv_transfer_params": {"apbv_path": str(path)}}
+    if saved.visual_uuid is not None:
+        params["uuid"] = saved.visual_uuid
+    return params

@@ -22,7 +22,7 @@ def save(prefilled: PrefilledKV, path: str | Path) -> None:
         with hosts.local_stage("saving the KV"):
             number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
             shard = None
-            share = prefilled.kv.held()
+            share = prefilled.kv.local_kv()
             if share is not None:
                 tokens, layers = share
                 shard = writer.write_shard(number, tokens, local_heads(prefilled), layers)

@@ -22,7 +22,7 @@ def offer(prefilled: PrefilledKV, offers: Offers) -> Ticket | None:
     try:
         # Every process holds its KV.
         with hosts.local_stage("offering the KV"):
-            share = prefilled.kv.held()
+            share = prefilled.kv.local_kv()
             if share is not None:
                 tokens, layers = share
                 offers.hold(transfer, token, Share(tokens, local_heads(prefilled), layers))

@@ -8,7 +8,7 @@ from .star import StarMethod
 from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
 
-# Host 0 computes the blocks that the config's selection of this name chooses.
+# Methods by which host 0 alone computes the blocks that the selection of this name chooses.
 _SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method

@@ -23,7 +23,12 @@ from .importance import RANKED_BY_PROBABILITY, importance_of
 
 @dataclass(frozen=True)
 class LayerQKV:
-    """The states of this host's tokens in one layer; see :meth:`PrefillMethod.__call__`."""
+    """Queries, keys and values of this host's tokens in one layer.
+
+    Attributes:
+        q, k, v, scale, layer: the arguments of :meth:`PrefillMethod.__call__`.
+        pairs: the keys and values that :meth:`pair` has returned, by their rows.
+    """
 
     q: Tensor
     k: Tensor
@@ -59,14 +64,15 @@ class ApbvMethod(PrefillMethod):
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
-        # By virtual host, the rows of its block on this host.
+        # The rows of each virtual host's block on this host.
         *rows_of_blocks, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, rows_of_blocks, strict=True))
-        # Of every exchange, the virtual hosts whose blocks it carries, by host.
+        # Every host sends its first block in the first exchange, its second in the next. For each
+        # exchange, the virtual hosts whose blocks it carries, in the order of the hosts.
         virtual_hosts = [layout.virtual_hosts(host) for host in range(layout.num_hosts)]
         self._senders = list(zip(*virtual_hosts, strict=True))
-        # The lse that ranks a block's keys is that of the query's attention to it, which is needed
-        # anyway.
+        # Ranking a block's keys needs the lse of the query's attention to the block, which is
+        # computed anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
     @classmethod
@@ -118,8 +124,10 @@ class ApbvMethod(PrefillMethod):
         return out
 
     def _attend_densely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend to the anchor, and from every block to the anchor, the passing block and
-        itself."""
+        """Attend from the anchor to itself, and from every block to all that it sees.
+
+        A block sees the anchor, the passing block and itself.
+        """
         first, *others = self._blocks
         self._attend_first(first, states, sent, out)
         for block in others:
@@ -138,8 +146,7 @@ class ApbvMethod(PrefillMethod):
             )
 
     def _attend_sparsely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend densely to the anchor and the passing blocks, and block-sparsely within each
-        block."""
+        """Attend densely to anchor and passing blocks, and block-sparsely within each block."""
         self.attend(
             _rows(states.q, self._anchor),
             [states.pair(self._anchor)],
@@ -153,55 +160,60 @@ class ApbvMethod(PrefillMethod):
                 continue
             q = _rows(states.q, rows)
             # Selected blocks are computed during the transfer of the passing block.
-            own = self.attend_within(q, states.pair(rows), states.scale)
+            within_block = self.attend_within(q, states.pair(rows), states.scale)
             # A block that begins the prompt sees no copy of its start.
             sees_anchor = block > 0 or not self.layout.anchor_copy
             anchor = self._anchor if sees_anchor else range(0)
             segments = [states.pair(anchor), *self._passing_segments(block, sent)]
-            others = self.attend(q, segments, states.scale, causal_last=False)
-            self.merge([own, others], _rows(out, rows))
+            before_block = self.attend(q, segments, states.scale, causal_last=False)
+            self.merge([within_block, before_block], _rows(out, rows))
 
     def _attend_first(
         self, block: int, states: LayerQKV, sent: list[Exchange | None], out: Tensor
     ) -> None:
-        """Attend to this host's first block, and to the anchor, whose rows come right before it:
-        one triangle.
+        """Attend from the anchor and this host's first block, whose rows are adjacent.
 
-        The triangle is computed during the transfer of the passing block, even if that has already
-        arrived: results must not depend on the transfer's speed. A block that begins the prompt
-        sees no copy of its start.
+        Together they are one triangle, because a block sees all of the anchor. It is computed
+        during the transfer of the passing block, even if that has already arrived: results must not
+        depend on the transfer's speed. A block that begins the prompt sees no copy of its start.
         """
         if block == 0 and self.layout.anchor_copy:
             for rows in (self._anchor, self._blocks[block]):
                 q = _rows(states.q, rows)
-                own = [states.pair(rows)]
-                self.attend(q, own, states.scale, causal_last=True, out=_rows(out, rows))
+                segments = [states.pair(rows)]
+                self.attend(q, segments, states.scale, causal_last=True, out=_rows(out, rows))
             return
         rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
         q = _rows(states.q, rows)
-        own = states.pair(rows)
-        target = _rows(out, rows)
+        kv = states.pair(rows)
         if block > 0 and sent[0] is not None and self.config.overlap:
-            triangle = self.attend(q, [own], states.scale, causal_last=True)
+            triangle = self.attend(q, [kv], states.scale, causal_last=True)
             q_block = _rows(states.q, self._blocks[block])
-            passing = self._passing_segments(block, sent)
-            passed = self.attend(q_block, passing, states.scale, causal_last=False)
-            self.merge([triangle, passed], target)
+            segments = self._passing_segments(block, sent)
+            passed = self.attend(q_block, segments, states.scale, causal_last=False)
+            # The anchor's queries, which come first, see no passing block.
+            self.merge([triangle, passed], _rows(out, rows))
         else:
-            segments = [*self._passing_segments(block, sent), own]
-            alone = len(self._anchor)  # it does not see the passing block
             self.attend(
-                q, segments, states.scale, causal_last=True, num_anchor_queries=alone, out=target
+                q,
+                [*self._passing_segments(block, sent), kv],
+                states.scale,
+                causal_last=True,
+                num_anchor_queries=len(self._anchor),
+                out=_rows(out, rows),
             )
 
     def _start_passing(
         self, block: int, states: LayerQKV, seen: dict[int, PartialAttention]
     ) -> Exchange | None:
-        """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per
-        host.
+        """Start to send this block's l_p most important KV pairs to all hosts.
 
         Args:
             seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
+
+        Returns:
+            The exchange, of ``[2, B, Hkv, most passed, D]`` from each host; None if this layer's
+            blocks pass nothing on.
         """
         layout = self.layout_in(states.layer)
         if layout.max_passed == 0:
@@ -235,19 +247,23 @@ class ApbvMethod(PrefillMethod):
         lse = None
         if self._shares_lse:
             q_query = _rows(states.q, self._query)
-            seen[block] = self.attend(
-                q_query, [(k_block, v_block)], states.scale, causal_last=False
-            )
-            _, lse = seen[block]
+            partial = self.attend(q_query, [(k_block, v_block)], states.scale, causal_last=False)
+            seen[block] = partial
+            _, lse = partial
         scores = self.rank(states, block, rows, lse)
         select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
 
     def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
-        """Score the keys of one of this host's blocks, which are these rows: ``[1, Hkv, l_b]``,
-        higher is better.
+        """Score the keys of one of this host's blocks; higher is better.
 
         Args:
-            lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
+            block: its virtual host.
+            rows: its rows on this host.
+            lse: ``[1, Hq, n_q]``, of the query's scores over the block; None if the ranking does
+                not need it, or has to compute it.
+
+        Returns:
+            ``[1, Hkv, l_b]``.
         """
         k_block, _ = states.pair(rows)
         return importance_of(
@@ -267,7 +283,7 @@ class ApbvMethod(PrefillMethod):
             # transfer only.
             if exchange is None or min(senders) >= block:
                 continue
-            received = exchange.wait()  # [H, 2, B, Hkv, max k, D]
+            received = exchange.wait()  # [H, 2, B, Hkv, most passed, D]
             for host, sender in enumerate(senders):
                 if sender < block:
                     k, v = received[host]
@@ -279,27 +295,31 @@ class ApbvMethod(PrefillMethod):
     def _start_query(
         self, states: LayerQKV, seen: dict[int, PartialAttention], out: Tensor
     ) -> Callable[[], object]:
-        """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix
-        B.2).
+        """Start the query's attention to this host's tokens, merged over hosts.
+
+        These are Eq. 5 and Appendix B.2.
 
         Args:
-            seen: the query's attention to those of this host's blocks for which it is known
-                already.
-            out: ``[1, Hq, n_q, D]``, to be filled when the returned function has run.
+            seen: the query's attention to blocks of this host, where ranking has computed it.
+            out: ``[1, Hq, n_q, D]``.
+
+        Returns:
+            A function that completes ``out``.
         """
         q_query = _rows(states.q, self._query)
         scale = states.scale
         if self.separate_query:
-            # Here the query only ranks KV pairs; a later forward pass lets it see the whole
-            # context.
+            # Here the query only ranks KV pairs; it sees the whole context in a later forward pass.
             segments = [states.pair(rows) for rows in (self._anchor, self._query)]
             self.attend(q_query, segments, scale, causal_last=True, out=out)
             return lambda: out
-        # What ranking has not attended to yet: a slice of the anchor, other blocks, and on the host
-        # that owns it the query itself.
+        # The rows to which ranking has not attended: a slice of the anchor, other blocks, and on
+        # the host that owns it the query itself.
         owns_query = self.hosts.rank == 0
         unseen = [self.layout.anchor_slice(self.hosts.rank)]
-        unseen += [rows for block, rows in self._blocks.items() if block not in seen]
+        for block, rows in self._blocks.items():
+            if block not in seen:
+                unseen.append(rows)
         if owns_query:
             unseen.append(self._query)
         segments = [states.pair(rows) for rows in unseen]

@@ -33,14 +33,14 @@ class PrefillMethod(ABC):
     Attributes:
         name: its name in the config and on the command line.
         is_exact: whether it computes full attention, if no blocks are skipped.
-        splits: whether hosts share a prompt; else host 0 computes it.
+        splits: whether the hosts share a prompt; if not, host 0 computes it alone.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late
             one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
-        num_layers: the decoder's.
-        attention_layers: the numbers, among these, of those that have attention; by default all.
+        num_layers: the decoder's layers.
+        attention_layers: the numbers of the layers that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
-        settings: what the method fixes of the config.
+        settings: the fields of the config that the method fixes.
         has_passing: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
@@ -73,19 +73,23 @@ class PrefillMethod(ABC):
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027  (most methods need none)
-        """Compute what is the same in all layers; by default nothing."""
+        """Precompute data that all layers share; by default nothing."""
 
     @property
     def gives_exact_kv(self) -> bool:
-        """Whether this prompt's KV is that of full attention, which a copy in front of blocks
-        changes."""
-        return self.blocks is None and (
-            self.is_exact or (self.has_passing and self.layout.passing_is_complete)
-        )
+        """Whether this prompt's KV is what full attention gives.
+
+        It is not where blocks have a copy of the anchor in front of them.
+        """
+        if self.blocks is not None:
+            return False
+        passes_all = self.has_passing and self.layout.passing_is_complete
+        return self.is_exact or passes_all
 
     def layout_in(self, layer: int) -> ContextLayout:
-        """Return the layout that a layer of attention has: the first quarter of the decoder may
-        pass on more.
+        """Return the layout of a layer of attention.
+
+        The layers of the decoder's first quarter may pass on more KV pairs than the others.
 
         Args:
             layer: its number among the layers of attention. A hybrid's decoder has others between
@@ -94,8 +98,7 @@ class PrefillMethod(ABC):
         return self.layout.in_layer(self.attention_layers[layer], self.num_layers)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float) -> PartialAttention:
-        """Attend causally within a run of tokens: to all of it, or to the blocks that the config
-        chooses."""
+        """Attend causally within a run of tokens, to all of it or to the chosen blocks."""
         if self.blocks is None:
             return self.attend(q, [own], scale, causal_last=True)
         return self.blocks(q, *own, scale)
@@ -127,15 +130,17 @@ class PrefillMethod(ABC):
 
     @classmethod
     def gathers_by_layer(cls, config: PrefillConfig) -> bool:
-        """Return whether each layer's KV leaves for its decode host while the next layers run, and
-        not after the last."""
+        """Return whether each layer's KV is sent to the decode host while the next layers run.
+
+        Else all KV is sent after the last layer.
+        """
         return config.kv == "gathered" and config.overlap
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
-        """Say which lengths of anchor and passing blocks are known to cost accuracy.
+        """Return why a layout's anchor and passing lengths may cost accuracy; None: they may not.
 
-        None: these are not.
+        The limits were measured with pretrained models.
         """
         if not cls.has_passing or layout.passing_is_complete:
             return None
@@ -175,4 +180,5 @@ class FullMethod(PrefillMethod):
     is_exact = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        return self.attend_within(q, (k, v), scale)[0]
+        out, _ = self.attend_within(q, (k, v), scale)
+        return out

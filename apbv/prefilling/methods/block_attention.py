@@ -10,16 +10,17 @@ from ...hosts import HostGroup
 from ...kernels import ListedBlocks, block_sparse_attention
 from .block_selection import BLOCK_SELECTION
 
-# Pairs of blocks that are scored and sorted at a time, over all heads. A pair takes some 40 bytes.
+# Maximum number of pairs of blocks that are scored and sorted at a time, over all heads. A pair
+# takes some 40 bytes.
 _MOST_PAIRS = 2**22
 
 
 class BlockAttention:
-    """Selects blocks, computes them, and counts the scores computed.
+    """Selects blocks, computes their attention, and counts the scores computed.
 
     Args:
-        config: how blocks are chosen; not all of them.
-        backend: what scores blocks and computes attention; see :mod:`apbv.kernels.backends`.
+        config: how blocks are chosen; it must not choose all of them.
+        backend: the backend of scores and attention (:mod:`apbv.kernels.backends`).
     """
 
     def __init__(self, config: SparseConfig, backend: str):
@@ -76,7 +77,7 @@ class BlockAttention:
     def _choose_blocks(
         self, q: Tensor, k: Tensor, scale: float, num_blocks: int, num_key_blocks: int
     ) -> Tensor:
-        """Choose blocks, ``[1, Hq, nq, nk]``; all of them where only values are to be skipped."""
+        """Choose blocks, bool ``[B, Hq, nq, nk]``; all if ``config.share`` is 1."""
         if self._config.share == 1:
             shape = (*q.shape[:2], num_blocks, num_key_blocks)
             return torch.ones(shape, dtype=torch.bool, device=q.device)
@@ -87,23 +88,25 @@ class BlockAttention:
 
         Waits for the device. None if no host had any scores to choose from.
         """
-        here = [float(self._num_computed), float(self._num_visible)]
+        counts_here = [float(self._num_computed), float(self._num_visible)]
         num_computed = 0.0
         num_visible = 0.0
-        for computed, visible in hosts.gather_floats(here):
-            num_computed += computed
-            num_visible += visible
+        for computed_on_host, visible_on_host in hosts.gather_floats(counts_here):
+            num_computed += computed_on_host
+            num_visible += visible_on_host
         return num_computed / num_visible if num_visible else None
 
 
 def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yield groups of at most ``most`` query heads, and their key/value heads.
+    """Yield runs of at most ``most`` query heads, and their KV heads.
 
-    They are all heads of several groups, or some of one: operators take no other choice of both.
+    A run is of whole groups (the query heads of a KV head), or part of one group: operators take no
+    other combination.
     """
     group = heads // kv_heads
-    step = max(1, most // group)
-    for kv_head in range(0, kv_heads, step):
-        last = min(kv_head + step, kv_heads) * group
-        for first in range(kv_head * group, last, most):
-            yield slice(first, min(first + most, last)), slice(kv_head, kv_head + step)
+    kv_heads_at_once = max(1, most // group)
+    for kv_start in range(0, kv_heads, kv_heads_at_once):
+        kv_stop = min(kv_start + kv_heads_at_once, kv_heads)
+        stop = kv_stop * group
+        for start in range(kv_start * group, stop, most):
+            yield slice(start, min(start + most, stop)), slice(kv_start, kv_stop)

@@ -27,17 +27,19 @@ def importance_of(
 
     - ``"peak"``: the highest attention probability over query tokens and the heads of a group. So a
       key that a single word of the question attends to is passed on.
-    - ``"softmax"``: the mean of these, in which the other words can outweigh it.
+    - ``"softmax"``: the mean of these probabilities, in which other words can outweigh that one.
     - ``"dot"``: the mean raw score over query tokens and group, max-pooled over five neighbouring
       keys. The mean of products is the product with the mean query, so this costs one row of scores
       per KV head.
 
     Args:
-        name: one of these.
+        name: ``"peak"``, ``"softmax"`` or ``"dot"``.
         q_query: ``[B, Hq, n_q, D]``, the query block.
         k_block: ``[B, Hkv, l_b, D]``, one context block.
         scale: the factor of q·k.
-        lse, backend: see :func:`apbv.kernels.kv_importance`.
+        lse: ``[B, Hq, n_q]``, log-sum-exp of the query's scores over the block; None: computed here
+            if the ranking needs it.
+        backend: a name of :data:`apbv.kernels.backends.BACKENDS`, or ``"auto"``.
 
     Returns:
         ``[B, Hkv, l_b]`` in fp32 (fp64 for fp64 input).

@@ -11,8 +11,8 @@ class UlyssesMethod(PrefillMethod):
     """DeepSpeed Ulysses: every host computes its share of the query heads over the whole prompt.
 
     One all-to-all turns a share of the tokens into a share of the heads, another one turns it back.
-    Query heads are split as evenly as possible, and some hosts get none where there are more hosts
-    than heads; a KV head goes to every host that has a query head of its group.
+    Query heads are split as evenly as possible; if there are more hosts than heads, some hosts get
+    none. A KV head goes to every host that has a query head of its group.
     """
 
     name = "ulysses"
@@ -30,13 +30,14 @@ class UlyssesMethod(PrefillMethod):
         num_heads_here = len(local_heads)
         num_kv_heads_here = len(kv_heads[self.hosts.rank])
 
-        # Send every host its heads of this host's tokens.
+        # Send every host its heads of this host's tokens; the received have this host's heads of
+        # all tokens.
         outgoing = []
-        for heads, shared in zip(query_heads, kv_heads, strict=True):
-            states = [_heads(q, heads), _heads(k, shared), _heads(v, shared)]
+        for host_heads, host_kv_heads in zip(query_heads, kv_heads, strict=True):
+            states = [_heads(q, host_heads), _heads(k, host_kv_heads), _heads(v, host_kv_heads)]
             outgoing.append(torch.cat(states, dim=1))
-        width = num_heads_here + 2 * num_kv_heads_here
-        shapes = [(batch, width, length, dim) for length in self._lengths]
+        num_received_heads = num_heads_here + 2 * num_kv_heads_here
+        shapes = [(batch, num_received_heads, length, dim) for length in self._lengths]
         received = self.hosts.all_to_all(outgoing, shapes).wait()
         q_here, k_here, v_here = torch.cat(received, dim=2).split(
             [num_heads_here, num_kv_heads_here, num_kv_heads_here], dim=1
@@ -46,7 +47,8 @@ class UlyssesMethod(PrefillMethod):
         # The way back: send every host its own tokens, of this host's heads.
         shapes = [(batch, rows, len(heads), dim) for heads in query_heads]
         outgoing = out.transpose(1, 2).split(self._lengths, dim=1)
-        return torch.cat(self.hosts.all_to_all(outgoing, shapes).wait(), dim=2).transpose(1, 2)
+        received = self.hosts.all_to_all(outgoing, shapes).wait()
+        return torch.cat(received, dim=2).transpose(1, 2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float
@@ -56,10 +58,12 @@ class UlyssesMethod(PrefillMethod):
             return q
         if heads.start % group or len(heads) % group:
             # A group is shared with another host: give every query head its own KV head.
-            kv_head_of = [head // group - heads.start // group for head in heads]
+            first_kv_head = heads.start // group
+            kv_head_of = [head // group - first_kv_head for head in heads]
             k = k[:, kv_head_of]
             v = v[:, kv_head_of]
-        return self.attend(q, [(k, v)], scale, causal_last=True)[0]
+        out, _ = self.attend(q, [(k, v)], scale, causal_last=True)
+        return out
 
 
 def _groups(heads: range, group: int) -> range:

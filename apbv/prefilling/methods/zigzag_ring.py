@@ -26,10 +26,10 @@ class ZigzagRingMethod(PrefillMethod):
     def prepare(self) -> None:
         layout = self.layout
         hosts = self.hosts
-        # The numbers of rows of every host's two chunks.
-        self._cuts: list[list[int]] = []
+        # The lengths of every host's two chunks, in rows.
+        self._chunk_lengths: list[list[int]] = []
         for host in range(hosts.size):
-            self._cuts.append([len(block) for block in layout.blocks_of(host)])
+            self._chunk_lengths.append([len(block) for block in layout.blocks_of(host)])
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
@@ -41,8 +41,10 @@ class ZigzagRingMethod(PrefillMethod):
         kv = torch.stack([k, v])
         for step in range(size):
             owner = (here - step) % size
-            if step + 1 < size:
-                rows = sum(self._cuts[(owner - 1) % size])
+            is_last = step + 1 == size
+            # Pass these keys and values on, and receive the next owner's.
+            if not is_last:
+                rows = sum(self._chunk_lengths[(owner - 1) % size])
                 exchange = self.hosts.shift(kv, (*kv.shape[:3], rows, kv.shape[4]))
                 if not self.config.overlap:
                     exchange.wait()
@@ -50,31 +52,43 @@ class ZigzagRingMethod(PrefillMethod):
             if step == 0:
                 merged = partial
             else:
-                # What is merged again and again is kept in fp32, where it lies; the result is in
-                # q's dtype.
-                dtype = q.dtype if step + 1 == size else merged[1].dtype
-                out = merged[0] if merged[0].dtype == dtype else empty_output(q, dtype)
-                merged = self.merge([merged, partial], out)
-            if step + 1 < size:
+                merged = self._merge_two(merged, partial, q, is_last)
+            if not is_last:
                 kv = exchange.wait()
-        return merged[0]
+        out, _ = merged
+        return out
+
+    def _merge_two(
+        self, merged: PartialAttention, partial: PartialAttention, q: Tensor, is_last: bool
+    ) -> PartialAttention:
+        """Merge one more partial result, in place if the dtypes allow.
+
+        Intermediate results have the dtype of the lse, fp32; the last one has that of ``q``.
+        """
+        merged_out, merged_lse = merged
+        dtype = q.dtype if is_last else merged_lse.dtype
+        out = merged_out if merged_out.dtype == dtype else empty_output(q, dtype)
+        return self.merge([merged, partial], out)
 
     def _attend_to(self, owner: int, q: Tensor, kv: Tensor, scale: float) -> PartialAttention:
-        """Attend to a host's keys and values, with this host's queries that see any.
+        """Attend to a host's keys and values with those of this host's queries that see any.
 
-        Where only its late chunk does, the result is one of the last queries.
+        If only this host's late chunk sees any, the result is of these last queries alone.
 
         Args:
+            owner: the host whose keys and values they are.
+            q: ``[1, Hq, S, D]``, all of this host's queries.
             kv: ``[2, 1, Hkv, rows, D]``.
+            scale: the factor of q·k.
         """
         here = self.hosts.rank
         if owner == here:
             # Together this host's chunks are one triangle: the late one sees all of the early one.
             return self.attend(q, [(kv[0], kv[1])], scale, causal_last=True)
         if owner < here:  # its early chunk lies before both of this host's, its late one after both
-            kv = kv[:, :, :, : self._cuts[owner][0]]
+            kv = kv[:, :, :, : self._chunk_lengths[owner][0]]
         else:  # both of its chunks lie between this host's
-            q = q[:, :, self._cuts[here][0] :]
+            q = q[:, :, self._chunk_lengths[here][0] :]
         return self.attend(q, [(kv[0], kv[1])], scale, causal_last=False)
 
     def _library_for(self, q: Tensor, k: Tensor) -> Ring | None:
@@ -92,7 +106,7 @@ class ZigzagRingMethod(PrefillMethod):
     def _by_ring_flash_attn(
         self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
-        """Call ring-flash-attn, which places chunks alike."""
+        """Call ring-flash-attn, which gives each host the same two chunks."""
         q = q.transpose(1, 2).contiguous()
         k = k.transpose(1, 2).contiguous()
         v = v.transpose(1, 2).contiguous()
