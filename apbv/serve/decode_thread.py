@@ -18,12 +18,16 @@ from ..engine import Engine
 from ..errors import RequestCancelled
 from ..speculate.decode_loops import PrefilledRequest
 from .answer_stream import AnswerStream
-from .output import AnswerOutput
+from .output import AnswerOutput, Failure
 from .work_order import WorkOrder
 
 # Where both threads share a core, the prefill goes first: in every layer the other hosts wait for
 # it.
 _NICENESS = 10
+
+
+# A prefilled request, or why its prefill failed; None: its client has left.
+Arrival = PrefilledRequest | Failure | None
 
 
 class DecodeThread:
@@ -47,9 +51,7 @@ class DecodeThread:
         self._on_step = on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[AnswerOutput, WorkOrder, PrefilledRequest | Exception]] = (
-            deque()
-        )
+        self._arrivals: deque[tuple[AnswerOutput, WorkOrder, Arrival]] = deque()
         self._members: dict[Member, tuple[AnswerOutput, AnswerStream]] = {}  # the youngest last
         self._changed = threading.Condition()
         self._is_closing = False
@@ -70,18 +72,16 @@ class DecodeThread:
         self._thread.join()
         self._attention.close()
 
-    def add(
-        self, output: AnswerOutput, order: WorkOrder, begun: PrefilledRequest | Exception
-    ) -> None:
+    def add(self, output: AnswerOutput, order: WorkOrder, arrival: Arrival) -> None:
         """Add the answers of a prefilled request.
 
         From then on this thread ends it, and releases its KV.
 
         Args:
-            begun: the request, with its KV on this host; or the error that the prefill ended with.
+            arrival: the request, with its KV on this host; or how its prefill ended.
         """
         with self._changed:
-            self._arrivals.append((output, order, begun))
+            self._arrivals.append((output, order, arrival))
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -114,30 +114,38 @@ class DecodeThread:
         batch: Batch,
         output: AnswerOutput,
         order: WorkOrder,
-        begun: PrefilledRequest | Exception,
+        arrival: Arrival,
     ) -> None:
         """Add a request's answers to the batch, the first with its draft.
 
         It fails alone if its KV cannot grow.
         """
         try:
-            if isinstance(begun, Exception):
-                raise begun
-            state = begun.state
-            draft = begun.draft
-            for choice in range(order.num_answers):
-                stream = AnswerStream(output, order, self._decode, choice)
-                request = stream.request_for_answer(begun.read.request)
-                answer = begin_answer(self._engine.parts, state, request)
-                member = batch.join(answer, draft)
-                self._members[member] = (output, stream)
-                # The next answer copies the KV, and has no draft.
-                state = replace(state, kv=state.kv.behind(state.layout))
-                draft = None
+            if isinstance(arrival, PrefilledRequest):
+                self._join_all(batch, output, order, arrival)
+                return
+            if arrival is not None:
+                output.fail_with(arrival)
         except Exception as error:
             if not isinstance(error, RequestCancelled):
                 output.fail(error)
-            self._release(output)
+        self._release(output)
+
+    def _join_all(
+        self, batch: Batch, output: AnswerOutput, order: WorkOrder, begun: PrefilledRequest
+    ) -> None:
+        """Add all answers of a prefilled request to the batch."""
+        state = begun.state
+        draft = begun.draft
+        for choice in range(order.num_answers):
+            stream = AnswerStream(output, order, self._decode, choice)
+            request = stream.request_for_answer(begun.read.request)
+            answer = begin_answer(self._engine.parts, state, request)
+            member = batch.join(answer, draft)
+            self._members[member] = (output, stream)
+            # The next answer copies the KV, and has no draft.
+            state = replace(state, kv=state.kv.behind(state.layout))
+            draft = None
 
     def _step(self, batch: Batch) -> None:
         """Decode the next token of every answer, and end the finished ones."""

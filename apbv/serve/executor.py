@@ -10,7 +10,6 @@ from threading import Event
 
 from ..decode.answer import begin_answer
 from ..engine import Engine
-from ..errors import without_frames
 from ..generated import GenerateResult
 from ..hosts import HostGroup
 from ..input.request import Request
@@ -23,7 +22,7 @@ from .decode_thread import DecodeThread
 from .links import Link, Links, RemoteOutput
 from .local_prefill import LocalPrefillPool
 from .media import PrivateFiles, find_in_folder
-from .output import failure_of
+from .output import Failure, failure_unless_cancelled
 from .work_order import WorkOrder, decode_order
 
 AddCallbacks = Callable[[Request], Request]
@@ -220,7 +219,7 @@ class _Follower:
         self._local_prefills = local_prefills
         self._folder = folder
         self._private_files = private_files
-        self._failures: list[tuple[WorkOrder, Exception]] = []
+        self._failures: list[tuple[WorkOrder, Failure | None]] = []
 
     def prefill_alone(self, order: WorkOrder, sent_files: Iterator[bytes]) -> None:
         """Prefill a short prompt on this host, in a thread.
@@ -243,7 +242,8 @@ class _Follower:
         except Exception as error:
             if not executor.is_usable:
                 raise
-            self._failures.append((order, without_frames(error)))
+            failure = failure_unless_cancelled(error, order.request_id)
+            self._failures.append((order, failure))
             return
         if isinstance(result, PrefilledRequest) and order.decode_host == hosts.rank:
             output = RemoteOutput(executor.link, order.number, order.request_id)
@@ -254,13 +254,11 @@ class _Follower:
 
         A request that failed on host 0, too, was reported there before that command.
         """
-        for order, error in self._failures:
+        for order, failure in self._failures:
+            # Of others host 0 tells the client.
             if order.number is not None and order.decode_host == self._executor.hosts.rank:
                 output = RemoteOutput(self._executor.link, order.number, order.request_id)
-                self._decoding.add(output, order, error)
-            else:
-                # Its client is told by host 0; this logs the traceback of a fault of this host.
-                failure_of(error, order.request_id)
+                self._decoding.add(output, order, failure)
         self._failures.clear()
 
     @contextmanager

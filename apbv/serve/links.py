@@ -225,8 +225,10 @@ class RemoteOutput:
         self._link.messages.append(DraftMessage(self._number, metrics))
 
     def fail(self, error: BaseException) -> None:
+        self.fail_with(failure_of(error, self.request_id))
+
+    def fail_with(self, failure: Failure) -> None:
         self.is_cancelled = True
-        failure = failure_of(error, self.request_id)
         self._link.messages.append(FailedMessage(self._number, failure.status, failure.message))
 
     def release(self) -> None:

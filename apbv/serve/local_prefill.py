@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine import Engine
-from ..errors import without_frames
 from ..input.tokenized_prompt import TokenizedPrompt
 from .decode_thread import DecodeThread
-from .output import AnswerOutput
+from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder
 
 # Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that
@@ -112,7 +111,7 @@ class LocalPrefillPool:
                     request = order.request(engine.hosts, paths, prompt)
                     done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
             except Exception as error:
-                done = without_frames(error)
+                done = failure_unless_cancelled(error, output.request_id)
             self._decoding.add(output, order, done)
             del done  # its KV is not needed here
             spent = time.thread_time() - began

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import FAULT_HTTP_STATUS, ApbvError, as_kind, describe_error
+from ..errors import FAULT_HTTP_STATUS, ApbvError, RequestCancelled, as_kind, describe_error
 from .job import Finished, Job, Piece
 from .request_reader import client_message
 from .requests import ApiError
@@ -53,6 +53,11 @@ def failure_of(error: BaseException, request_id: str) -> Failure:
     return failure
 
 
+def failure_unless_cancelled(error: BaseException, request_id: str) -> Failure | None:
+    """Return a failure as :func:`failure_of` does; None where a client has left."""
+    return None if isinstance(error, RequestCancelled) else failure_of(error, request_id)
+
+
 class AnswerOutput(Protocol):
     """The output of a request on the host that decodes its answers.
 
@@ -74,6 +79,9 @@ class AnswerOutput(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error; its other answers are not wanted any more."""
+
+    def fail_with(self, failure: Failure) -> None:
+        """End the request with an error that has become a failure."""
 
     def release(self) -> None:
         """Count the request's KV as free; one that has not ended was cancelled."""

@@ -116,9 +116,9 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
     join = SpeculativeBatch.join
     note = JobOutput.note_draft
 
-    def watch(batch, state, request, draft):
+    def watch(batch, answer, draft):
         decode_hosts.append(draft.drafter is not None)
-        return join(batch, state, request, draft)
+        return join(batch, answer, draft)
 
     def watch_notes(output, metrics):
         noted.append(metrics["num_accepted"])
