@@ -6,8 +6,9 @@
     python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b \
         --acceptance 0.8 --gpus H200
 
-Nothing runs. Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks
-(of the fastest GPU of that name). No kernel reaches them, so measured times are longer. The prefill
+Nothing runs. Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at
+data-sheet peaks (of the fastest GPU of that name). No kernel reaches them, so measured times are
+longer. The prefill
 is of a text prompt, with ``full`` on one GPU and the other methods on all hosts, at assumed shares
 of the peaks. ``APBV_BACKEND=torch`` assumes no fused kernels outside attention and matrix products.
 With a draft: the speedup of decoding a batch, where a pass reads all weights and each answer's KV
