@@ -1,5 +1,4 @@
-"""Ask a model the questions of a JSONL file, with any prefill and decoding options, and score its
-answers.
+"""Ask a model the questions of a JSONL file, with any options of an engine, and score its answers.
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
     torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl \
@@ -51,7 +50,8 @@ def read(options: argparse.Namespace) -> list[Sample]:
 
 
 def _sample(folder: Path, number: int, row: dict) -> Sample:
-    if unknown := sorted(row.keys() - FIELDS):
+    unknown = sorted(row.keys() - FIELDS)
+    if unknown:
         raise ValueError(
             f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}"
         )
@@ -63,7 +63,9 @@ def _sample(folder: Path, number: int, row: dict) -> Sample:
     answer = row.get("answer")
     if answer is not None:
         answer = option_named(choices, answer) if choices else text_of(answer)
-    groups = {name: str(value) for name, value in (row.get("groups") or {}).items()}
+    groups = {}
+    if row.get("groups"):
+        groups = {name: str(value) for name, value in row["groups"].items()}
     if row.get("category") is not None:
         groups["category"] = text_of(row["category"])
     return Sample(
