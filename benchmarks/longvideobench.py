@@ -180,8 +180,7 @@ def request(
 
 
 def sampled_frames(info: VideoInfo, duration: float, most: int) -> list[int]:
-    """Choose frames as the official loader does: at equal steps from the first, at most one a
-    second.
+    """Choose frames as the official loader does: at equal steps, at most one a second.
 
     Args:
         duration: in seconds, as the data set has it.

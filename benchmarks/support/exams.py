@@ -456,9 +456,12 @@ def sit(
     reading_ms = 1e3 * max(seconds for (seconds,) in seconds_of_hosts)
 
     # Answer every question in each way. States are of the last question.
-    right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
+    right: dict[str, dict[str, list]] = {}
     states: dict[str, PrefillResult] = {}
-    figures: dict[str, list[dict]] = {label: [] for label in ways}
+    figures: dict[str, list[dict]] = {}
+    for label in ways:
+        right[label] = {task: [0, 0] for task in exam.tasks}
+        figures[label] = []
     for task, question, answer in asked:
         inputs = candidate.read(file, question, exam.start(seed, task))
         expected = candidate.tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]

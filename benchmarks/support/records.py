@@ -201,8 +201,7 @@ _COMPUTED = {
 
 
 class _Cells(string.Formatter):
-    """Formats fields whose specification is words: what to compute, one after the other, or a
-    format."""
+    """Formats fields whose specification is words: each a format, or what to compute."""
 
     def format_field(self, value, spec: str) -> str:
         if value is None:
