@@ -22,13 +22,14 @@ import json
 import re
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from tqdm import tqdm
+from transformers import PreTrainedModel, ProcessorMixin
 
 from apbv import HostGroup
 from apbv.demo import draft_path
@@ -38,6 +39,8 @@ from support.arguments import parser_of, presets_of
 from support.exams import (
     Candidate,
     Exam,
+    Reference,
+    Way,
     load_demo,
     numbers_of_hosts,
     run_on,
@@ -54,9 +57,10 @@ PRESETS = presets_of("accuracy")
 
 def _key(record: dict) -> str:
     """Return the identity of a measurement; its label may change."""
-    names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
-    values = [list(record["right"]) if name == "tasks" else record[name] for name in names]
-    return json.dumps(values, sort_keys=True)
+    names = ("grid", "shots", "split", "seed", "hosts", "settings")
+    values = [record[name] for name in names]
+    tasks = list(record["right"])
+    return json.dumps([*values, tasks], sort_keys=True)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
@@ -65,104 +69,151 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     is_demo = options.preset != "captions"
     draft = load_demo(draft_path()).model if is_demo else None
     done = set(hosts.gather_json([_key(record) for record in known])[0])
+    # None: shown only in a terminal.
+    hides_progress = None if hosts.rank == 0 else True
     for shots in options.shots:
+        # The exam, and the ways to take it.
         exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
-        exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
+        if not is_demo:
+            exam = captions.exam_like(exam, engine.tokenizer)
         same = {"benchmark": "accuracy", "grid": exam.grid, "shots": shots, "split": options.split}
-        ways = ways_of(PRESETS[options.preset], shots * exam.grid**2)
-        full = {label: way for label, way in ways.items() if label == "full"}
-        ways = {
-            label: way
-            for label, way in ways.items()
-            if not options.labels or label in options.labels
-        }
-        for seed in tqdm(range(options.clips), unit="clip", disable=hosts.rank != 0 or None):
-            about = {**same, "seed": seed, "right": exam.tasks}
-            left = defaultdict(dict)
+        all_ways = ways_of(PRESETS[options.preset], shots * exam.grid**2)
+        reference = {}
+        if "full" in all_ways:
+            reference["full"] = all_ways["full"]
+        ways = {}
+        for label, way in all_ways.items():
+            if not options.labels or label in options.labels:
+                ways[label] = way
+
+        for seed in tqdm(range(options.clips), unit="clip", disable=hides_progress):
+            # What is not known, by number of hosts. What chooses tokens works on one host only.
+            left: dict[int, dict[str, Way]] = {}
             for label, way in ways.items():
-                for number in numbers_of_hosts(way.prefill.method, options, hosts):
-                    is_known = _key({**about, "hosts": number, "settings": way.settings}) in done
-                    if not is_known and (hosts.size == 1 or not way.keeps):
-                        left[number][label] = way
-            references = {} if full else None
-            for number, of_number, wanted in with_reference(left, full):
+                if hosts.size > 1 and way.keeps:
+                    continue
+                for num_hosts in numbers_of_hosts(way.prefill.method, options, hosts):
+                    record = {
+                        **same,
+                        "seed": seed,
+                        "right": exam.tasks,
+                        "hosts": num_hosts,
+                        "settings": way.settings,
+                    }
+                    if _key(record) not in done:
+                        left.setdefault(num_hosts, {})[label] = way
 
-                def job(host, model, exam=exam, seed=seed, left=of_number, references=references):
-                    own = draft and share_weights(draft)
-                    return sit(
-                        Candidate(model, engine.processor, host, own), exam, seed, left, references
-                    )
+            # Answer.
+            references = {} if reference else None
+            for num_hosts, ways_of_number, labels_left in with_reference(left, reference):
+                job = partial(
+                    _sit,
+                    processor=engine.processor,
+                    draft=draft,
+                    exam=exam,
+                    seed=seed,
+                    ways=ways_of_number,
+                    references=references,
+                )
+                for record in run_on(num_hosts, hosts, engine.model, job):
+                    if record["label"] in labels_left:
+                        yield {**same, **record, "simulated": num_hosts > hosts.size}
 
-                for record in run_on(number, hosts, engine.model, job):
-                    if record["label"] in wanted:
-                        yield {**same, **record, "simulated": number > hosts.size}
+
+def _sit(
+    hosts: HostGroup,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    draft: PreTrainedModel | None,
+    exam: Exam,
+    seed: int,
+    ways: dict[str, Way],
+    references: dict[str, Reference] | None,
+) -> list[dict]:
+    """Let a model take an exam; see :func:`support.exams.sit`."""
+    if draft is not None:
+        draft = share_weights(draft)
+    return sit(Candidate(model, processor, hosts, draft), exam, seed, ways, references)
 
 
 def summarise(records: list[dict]) -> list[dict]:
-    """Sum the records of every way over its clips, in the order in which they first come; times are
-    medians."""
+    """Sum the records of every way over its clips, in the order in which they first come.
+
+    Times are medians.
+    """
     rows = []
-    for (grid, shots, hosts, label), of_way in grouped(
-        records, "grid", "shots", "hosts", "label"
-    ).items():
-        times = "ttft_ms", "prefill_ms"
-        medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
-        kept = statistics.mean(
-            n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"]
-        )
+    by_way = grouped(records, "grid", "shots", "hosts", "label")
+    for (grid, shots, hosts, label), records_of_way in by_way.items():
+        shares_kept = []
+        for record in records_of_way:
+            for num_kept in record["num_visual_kept"]:
+                shares_kept.append(num_kept / record["num_visual_tokens"])
         row = {
             "label": label,
             "hosts": hosts,
             "clip": f"{shots} shots of {grid} x {grid}",
-            "clips": len(of_way),
+            "clips": len(records_of_way),
         }
         # Records that are older, or of presets without full attention, have no divergence from it.
         for name in ("needles_kept", "kl", "agrees"):
-            found = [value for record in of_way for value in record.get(name, ())]
-            row[name] = mean_cell(found, ".3f") if found else None
-        rows.append(
-            {
-                **row,
-                **medians,
-                "kept": kept,
-                "right": sum_counts(record["right"] for record in of_way),
-            }
-        )
-    full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
-    return [
-        {**row, "speedup": full[row["clip"]] / row["ttft_ms"] if row["clip"] in full else None}
-        for row in rows
-    ]
+            values = _all_values(records_of_way, name)
+            row[name] = mean_cell(values, ".3f") if values else None
+        for name in ("ttft_ms", "prefill_ms"):
+            row[name] = statistics.median(_all_values(records_of_way, name))
+        row["kept"] = statistics.mean(shares_kept)
+        row["right"] = sum_counts(record["right"] for record in records_of_way)
+        rows.append(row)
+    full_ms = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
+    for row in rows:
+        row["speedup"] = None
+        if row["clip"] in full_ms:
+            row["speedup"] = full_ms[row["clip"]] / row["ttft_ms"]
+    return rows
+
+
+def _all_values(records: list[dict], name: str) -> list[float]:
+    """Return a figure of all questions of some records; none where records lack it."""
+    values = []
+    for record in records:
+        values += record.get(name, ())
+    return values
+
+
+def _task_cell(task: str, row: dict) -> str:
+    """Return what the column of a task shows of a row."""
+    if task not in row["right"]:
+        return ""
+    right, total = row["right"][task]
+    if task == "describe":
+        # Tokens of a description are not independent, so that no interval holds.
+        return f"{100 * right / total:.1f}"
+    return percent_cell(right, total)
 
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:
-    """Print the table of all ways, and plot accuracy against time (the APB-V paper's Figure 1) and
-    tokens kept."""
+    """Print the table of all ways, and plot accuracy against time and tokens kept.
+
+    The plot against time is the APB-V paper's Figure 1.
+    """
     rows = summarise(records)
-
-    def cell(task: str, row: dict) -> str:
-        if task not in row["right"]:
-            return ""
-        # Tokens of a description are not independent, so that no interval holds.
-        right, total = row["right"][task]
-        return f"{100 * right / total:.1f}" if task == "describe" else percent_cell(right, total)
-
-    tasks = dict.fromkeys(task for row in rows for task in row["right"])
-    print(
-        table(
-            rows,
-            columns_of("accuracy")
-            | {task: lambda row, task=task: cell(task, row) for task in tasks},
-        )
-    )
+    columns = dict(columns_of("accuracy"))
+    for row in rows:
+        for task in row["right"]:
+            columns[task] = partial(_task_cell, task)
+    print(table(rows, columns))
     if options.plot:
-        panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
+        by_time: dict[str, list[tuple[float, float]]] = {}
+        by_tokens: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            hosts = f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
-            label = re.sub(r", 0\.\d+$", "", row["label"]) + hosts
-            share = 100 * statistics.mean(right / total for right, total in row["right"].values())
-            for curves, x in zip(panels.values(), (row["ttft_ms"], 100 * row["kept"]), strict=True):
-                curves.setdefault(label, []).append((x, share))
+            # Ways that differ only in the share of tokens are points of the same curve.
+            label = re.sub(r", 0\.\d+$", "", row["label"])
+            if row["hosts"] > 1:
+                label += f", {row['hosts']} hosts"
+            shares = [right / total for right, total in row["right"].values()]
+            percent = 100 * statistics.mean(shares)
+            by_time.setdefault(label, []).append((row["ttft_ms"], percent))
+            by_tokens.setdefault(label, []).append((100 * row["kept"], percent))
+        panels = {"time to first token, ms": by_time, "visual tokens in the KV, %": by_tokens}
         plot(options.plot, panels, "right answers, mean of the tasks, %")
 
 

@@ -1,5 +1,4 @@
-"""Measure one decoding step over a long KV cache with apbv's attention and cache, and with
-transformers' own.
+"""Measure decoding steps over a long KV cache, with apbv and with transformers' own attention.
 
     python benchmarks/decoding.py --tokens 2048 32768 --dtype bfloat16 --json decoding.jsonl
     python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072  # on a GPU
@@ -19,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -92,8 +92,9 @@ def compare(ways: Sequence[Way]) -> None:
     """
     expected = ways[0].run().double()
     for way in ways:
-        errors = way.error, relative_error(way.run().double(), expected)
-        way.error = float(torch.tensor(errors).max())  # NaN, if one is
+        error = relative_error(way.run().double(), expected)
+        # Torch's maximum is NaN, if one of them is.
+        way.error = float(torch.tensor([way.error, error]).max())
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float:
@@ -116,43 +117,46 @@ def with_transformers(
     Args:
         pads: how many tokens of padding each prompt of a batch has on its left, ``[B]``.
     """
-    num_tokens, all_tokens = (
-        cache.get_seq_length(),
-        cache.get_seq_length() + ids.shape[1] + num_steps - 1,
-    )
-    mask = (
-        None
-        if pads is None
-        else (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
-    )
+    num_tokens = cache.get_seq_length()
+    all_tokens = num_tokens + ids.shape[1] + num_steps - 1
+    mask = None
+    if pads is not None:
+        mask = (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
+
+    def step(tokens: Tensor) -> Tensor:
+        past = cache.get_seq_length()
+        stop = past + tokens.shape[1]
+        position_ids = torch.arange(past, stop, device=parts.device)[None]
+        if pads is not None:
+            position_ids = position_ids - pads[:, None]
+        if parts.uses_mrope:
+            position_ids = position_ids.expand(3, -1, -1)
+        outputs = parts.language_model(
+            inputs_embeds=parts.embed_tokens(tokens),
+            position_ids=position_ids,
+            attention_mask=None if mask is None else mask[:, :stop],
+            **{CACHE_ARGUMENT: cache},
+            use_cache=True,
+        )
+        return parts.lm_head(outputs.last_hidden_state)
 
     def run() -> Tensor:
-        tokens = ids
-        first = None
-        while (past := cache.get_seq_length()) < all_tokens:
-            position_ids = torch.arange(past, past + tokens.shape[1], device=parts.device)[None]
-            position_ids = position_ids if pads is None else position_ids - pads[:, None]
-            hidden = parts.language_model(
-                inputs_embeds=parts.embed_tokens(tokens),
-                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
-                attention_mask=None if mask is None else mask[:, : past + tokens.shape[1]],
-                **{CACHE_ARGUMENT: cache},
-                use_cache=True,
-            ).last_hidden_state
-            logits = parts.lm_head(hidden)
-            first, tokens = logits if first is None else first, logits[:, -1:].argmax(dim=-1)
+        first_logits = step(ids)
+        logits = first_logits
+        while cache.get_seq_length() < all_tokens:
+            logits = step(logits[:, -1:].argmax(dim=-1))
         cache.crop(num_tokens - all_tokens)
-        return first
+        return first_logits
 
     return run
 
 
 def with_apbv(parts: ModelParts, cache: DynamicCache, ids: Tensor) -> Callable[[], Tensor]:
     """Return the step of apbv's decoder over ids ``[1, S]``; its logits are ``[1, S, V]``."""
-    num_tokens, tokens = cache.get_seq_length(), ids[0].tolist()
-    decoder = Decoder(
-        parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens
-    )
+    num_tokens = cache.get_seq_length()
+    tokens = ids[0].tolist()
+    kv = GatheredKV(cache, num_tokens, HostGroup.single(parts.device))
+    decoder = Decoder(parts, kv, num_tokens)
 
     def step() -> Tensor:
         logits = decoder.advance(tokens)
@@ -169,28 +173,26 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCa
     cache = DynamicCache()
     for layer in range(parts.num_layers):
         states = torch.randn(shape, generator=generator, device=parts.device).to(parts.dtype)
-        cache.update(*states, layer)
+        keys, values = states
+        cache.update(keys, values, layer)
     return cache
 
 
 def padded(parts: ModelParts, prompts: Sequence["Prompt"]) -> tuple[DynamicCache, Tensor]:
-    """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each
-    has."""
+    """Return the prompts' KV as one batch, padded on the left, and each one's tokens of padding."""
     most = max(prompt.num_tokens for prompt in prompts)
+    pads = [most - prompt.num_tokens for prompt in prompts]
+    shape = (len(prompts), parts.num_kv_heads, most, parts.head_dim)
     cache = DynamicCache()
-    own = [prompt.kv.whole.layers for prompt in prompts]
     for layer in range(parts.num_layers):
-        shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
-        states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
-        for number, each in enumerate(own):
-            for rows, padded_rows in zip(
-                (each[layer].keys, each[layer].values), states[:, number], strict=True
-            ):
-                padded_rows[:, most - rows.shape[2] :] = rows[0]
-        cache.update(*states, layer)
-    return cache, torch.tensor(
-        [most - prompt.num_tokens for prompt in prompts], device=parts.device
-    )
+        keys = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
+        values = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
+        for number, prompt in enumerate(prompts):
+            layer_kv = prompt.kv.whole.layers[layer]
+            keys[number, :, pads[number] :] = layer_kv.keys[0]
+            values[number, :, pads[number] :] = layer_kv.values[0]
+        cache.update(keys, values, layer)
+    return cache, torch.tensor(pads, device=parts.device)
 
 
 class Prompt:
@@ -198,9 +200,8 @@ class Prompt:
 
     def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
         self.num_tokens = num_tokens
-        self.kv = GatheredKV(
-            random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device)
-        )
+        cache = random_cache(parts, num_tokens, seed)
+        self.kv = GatheredKV(cache, num_tokens, HostGroup.single(parts.device))
         generator = torch.Generator(parts.device).manual_seed(seed)
         self._logits = torch.randn(parts.vocab_size, generator=generator, device=parts.device)
 
@@ -212,13 +213,14 @@ class Prompt:
 
 @torch.no_grad()
 def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
-    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of
-    transformers."""
-    sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
-    request, batch = (
-        Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling),
-        Batch(parts),
-    )
+    """Return the ways to decode tokens of every answer.
+
+    These are sequentially, in one batch, and in one batch of transformers.
+    """
+    # The first token takes no pass of the model.
+    sampling = SamplingParams(max_new_tokens=num_tokens + 1)
+    request = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling)
+    batch = Batch(parts)
 
     def one_by_one() -> None:
         with apbv_attention(parts.language_model):
@@ -237,18 +239,16 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
     in_a_batch = with_transformers(parts, cache, ids, num_tokens, pads)
     with apbv_attention(parts.language_model):
         alone, batched = _first_logits(parts, prompts)
+    batched_by_transformers = in_a_batch()[:, 0].double()
     return [
         Way("apbv, one after the other", one_by_one),
         Way("apbv, in a batch", together, relative_error(batched, alone)),
-        Way(
-            "transformers, in a batch",
-            in_a_batch,
-            relative_error(in_a_batch()[:, 0].double(), alone),
-        ),
+        Way("transformers, in a batch", in_a_batch, relative_error(batched_by_transformers, alone)),
     ]
 
 
 def _first_ids(num_prompts: int) -> list[int]:
+    """Return a token for each answer, by which its first step is compared."""
     return [1 + number % 99 for number in range(num_prompts)]
 
 
@@ -261,7 +261,8 @@ def _first_logits(parts: ModelParts, prompts: Sequence[Prompt]) -> tuple[Tensor,
         rows.append(decoder.advance([token]))
         decoder.take_back(1)
     kvs = [OwnKV(prompt.kv.continued().layers, prompt.num_tokens) for prompt in prompts]
-    return torch.cat(rows).double(), BatchRunner(parts).run(ids, kvs).double()
+    batched = BatchRunner(parts).run(ids, kvs)
+    return torch.cat(rows).double(), batched.double()
 
 
 def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
@@ -275,40 +276,55 @@ def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
             for way in ways:
                 record = record_of(options, ways[0], way)
                 speed = None if record["ms"] is None else size / record["ms"] * 1e3
-                what = {
+                yield {
+                    "benchmark": "batch_decoding",
                     "num_tokens": num_tokens,
                     "num_answers": size,
                     "answer_tokens": options.answer_tokens,
+                    "tokens_per_s": speed,
+                    **record,
                 }
-                yield {"benchmark": "batch_decoding", **what, "tokens_per_s": speed, **record}
 
 
 def steps(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
     """Run steps in all ways on all lengths, and yield the records."""
-    kinds = {"transformers": (with_transformers, parts), "apbv": (with_apbv, parts)}
+    makers = {
+        "transformers": partial(with_transformers, parts),
+        "apbv": partial(with_apbv, parts),
+    }
     if parts.device.type == "cuda":
-        kinds["apbv, no graphs"] = with_apbv, replace(parts, decode=DecodeConfig(cuda_graphs="off"))
+        without_graphs = replace(parts, decode=DecodeConfig(cuda_graphs="off"))
+        makers["apbv, no graphs"] = partial(with_apbv, without_graphs)
     for num_tokens in tqdm(options.tokens, unit="context", disable=None):
         # Each way has a cache object of its own with the same numbers.
-        caches = {name: random_cache(parts, num_tokens) for name in kinds}
+        caches = {name: random_cache(parts, num_tokens) for name in makers}
         for num_new in options.new_tokens:
             ids = torch.arange(1, num_new + 1, device=parts.device)[None]
-            ways = [Way(name, make(own, caches[name], ids)) for name, (make, own) in kinds.items()]
+            ways = [Way(name, make_step(caches[name], ids)) for name, make_step in makers.items()]
             compare(ways)
             measure(ways, options.rounds, options.warmup, parts.device)
             compare(ways)
             for way in ways:
-                what = {"num_tokens": num_tokens, "num_new_tokens": num_new}
-                yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way)}
+                yield {
+                    "benchmark": "decoding",
+                    "num_tokens": num_tokens,
+                    "num_new_tokens": num_new,
+                    **record_of(options, ways[0], way),
+                }
 
 
 def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
     """Return the fields of every record, without a speed if the result is wrong."""
-    ms, right = statistics.median(way.ms), way.error <= TOLERANCE[options.dtype]  # False for NaN
+    ms = None
+    speedup = None
+    # No error that is NaN is small enough.
+    if way.error <= TOLERANCE[options.dtype]:
+        ms = statistics.median(way.ms)
+        speedup = statistics.median(baseline.ms) / ms
     return {
         "way": way.name,
-        "ms": ms if right else None,
-        "speedup": statistics.median(baseline.ms) / ms if right else None,
+        "ms": ms,
+        "speedup": speedup,
         "error": way.error if way.error < float("inf") else None,
         "tolerance": TOLERANCE[options.dtype],
         "samples": {"ms": way.ms},
@@ -317,24 +333,26 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]}).parse_args(
-        arguments
-    )
+    parser = parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]})
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
-    parts = inspect_model(
-        load_model(options.model, getattr(torch, options.dtype), HostGroup.single())
-    )
-    measured, name = (batches, "batch_decoding") if options.batch else (steps, "decoding")
-    rows = report(options, measured(options, parts), columns_of(name))
+    dtype = getattr(torch, options.dtype)
+    parts = inspect_model(load_model(options.model, dtype, HostGroup.single()))
+    if options.batch:
+        rows = report(options, batches(options, parts), columns_of("batch_decoding"))
+    else:
+        rows = report(options, steps(options, parts), columns_of("decoding"))
     wrong = [row for row in rows if row["speedup"] is None]
     for row in wrong:
-        off = f"off by {row['error']}, where {row['tolerance']} is allowed"
-        report_error(f"error: {row['way']} over {row['num_tokens']} tokens is {off}")
-    return int(bool(wrong))
+        report_error(
+            f"error: {row['way']} over {row['num_tokens']} tokens is off by {row['error']}, where "
+            f"{row['tolerance']} is allowed"
+        )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def draft_of(
         draft=draft,
         inputs=inputs,
         state=state,
-        scores=observer and observer.result,
+        scores=None if observer is None else observer.result,
         hosts=hosts,
         config=config,
         keep=keep_policy(config),
@@ -79,45 +79,57 @@ def predict_along(
 ) -> list[int]:
     """Let a draft predict each of the tokens that follow a prompt from those before it."""
     sequence = [int(inputs.input_ids[0, -1]), *tokens]
+    predicted = []
     with apbv_attention(model.language_model):
-        proposals = [
-            draft.drafter.propose(sequence[:end], Tree.chain(1)) for end in range(1, len(sequence))
-        ]
-    return [proposal.tokens[0] for proposal in proposals]
+        for end in range(1, len(sequence)):
+            proposal = draft.drafter.propose(sequence[:end], Tree.chain(1))
+            predicted.append(proposal.tokens[0])
+    return predicted
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
     engine = load_demo(dtype=options.dtype)
     exam = Exam.of(options)
-    candidate = Candidate(
-        engine.model, engine.processor, engine.hosts, load_demo(draft_path()).model
-    )
-    ways = [
-        SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
-        for name in options.keep
-        for ratio in (options.keep_ratio if name != "full" else [1.0])
-    ]
+    draft_model = load_demo(draft_path()).model
+    candidate = Candidate(engine.model, engine.processor, engine.hosts, draft_model)
+    configs = []
+    for policy in options.keep:
+        ratios = [1.0] if policy == "full" else options.keep_ratio
+        for ratio in ratios:
+            configs.append(SpeculativeConfig(strategy="specvlm", keep=policy, keep_ratio=ratio))
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
         file = exam.file(seed)
         inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
         described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
-        for config in ways:
+        for config in configs:
+            # How much of the target's description the draft predicts.
             inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
-            found = []
             draft = draft_of(candidate, inputs, config, seed)
             said = predict_along(draft, candidate.draft, inputs, described)
+            num_predicted = 0
+            for token, described_token in zip(said, described, strict=True):
+                if token == described_token:
+                    num_predicted += 1
+
+            # Which tokens the draft gets for each question.
+            views = []
             for task, question, _ in exam.questions(seed):
-                kept = draft_of(candidate, candidate.read(file, question), config, seed).kept
-                found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
+                inputs = candidate.read(file, question)
+                draft = draft_of(candidate, inputs, config, seed)
+                needles = torch.from_numpy(exam.needle_tokens(seed, task))
+                views.append(seen(draft.kept, needles))
+            means = {}
+            for name in views[0]:
+                means[name] = statistics.fmean(view[name] for view in views)
             yield {
                 "benchmark": "draft_views",
                 **fields_of(config, "keep", "keep_ratio"),
                 **fields_of(options, "grid", "shots", "split"),
                 "seed": seed,
-                "predicted": sum(a == b for a, b in zip(said, described, strict=True)),
+                "predicted": num_predicted,
                 "described": len(described),
-                **{name: statistics.fmean(each[name] for each in found) for name in found[0]},
+                **means,
             }
 
 
@@ -138,16 +150,17 @@ def seen(kept: Tensor, needles: Tensor) -> dict:
 
 def summarise(records: list[dict]) -> Iterator[dict]:
     """Sum the records of every choice and share."""
-    for (name, ratio), of_way in grouped(records, "keep", "keep_ratio").items():
-        row = {"label": name if name == "full" else f"{name}, {ratio:g}", "clips": len(of_way)}
-        row |= {
-            name: statistics.fmean(record[name] for record in of_way)
-            for name in ("at_ends", "of_needles")
+    by_choice = grouped(records, "keep", "keep_ratio")
+    for (policy, ratio), records_of_choice in by_choice.items():
+        predicted = sum(record["predicted"] for record in records_of_choice)
+        described = sum(record["described"] for record in records_of_choice)
+        yield {
+            "label": policy if policy == "full" else f"{policy}, {ratio:g}",
+            "clips": len(records_of_choice),
+            "at_ends": statistics.fmean(record["at_ends"] for record in records_of_choice),
+            "of_needles": statistics.fmean(record["of_needles"] for record in records_of_choice),
+            "share": predicted / described,
         }
-        predicted, described = (
-            sum(record[name] for record in of_way) for name in ("predicted", "described")
-        )
-        yield {**row, "share": predicted / described}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -156,7 +169,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    print(table(summarise(keep(measure(options), options.json)), columns_of("draft_views")))
+    records = keep(measure(options), options.json)
+    print(table(summarise(records), columns_of("draft_views")))
     return 0
 
 

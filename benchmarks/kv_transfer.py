@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from apbv import HostGroup
+from apbv.errors import InvalidRequestError
 from apbv.input.model_inputs import ModelInputs
 from apbv.kv.cache import ShardedCache
 from apbv.kv.facts import ModelIdentity
@@ -59,23 +60,25 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
         The milliseconds until the first layer and until all layers had arrived, and a digest if
         requested.
     """
-    shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
+    shape = (ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim)
     if shape not in cache:
         cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
-    kept = cache[shape]
+    buffer = cache[shape]
     began = time.perf_counter()
-    first = None
+    first_arrived = None
     with RemoteKV(ticket) as kv:
-        for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
-            first = first or time.perf_counter()
-            for states, received in zip(own, layer, strict=True):
-                states.copy_(received)
+        for layer, (keys, values) in enumerate(kv.layers(range(ticket.num_tokens))):
+            if first_arrived is None:
+                first_arrived = time.perf_counter()
+            buffer[layer, 0].copy_(keys)
+            buffer[layer, 1].copy_(values)
         kv.confirm()
-    times = {
-        "first_layer_ms": 1e3 * (first - began),
-        "fetch_ms": 1e3 * (time.perf_counter() - began),
+    all_arrived = time.perf_counter()
+    return {
+        "first_layer_ms": 1e3 * (first_arrived - began),
+        "fetch_ms": 1e3 * (all_arrived - began),
+        "digest": digest_of(buffer) if digests else None,
     }
-    return {**times, "digest": digest_of(kept) if digests else None}
 
 
 def serve_tickets() -> None:
@@ -83,10 +86,9 @@ def serve_tickets() -> None:
     cache: dict = {}
     for line in sys.stdin:
         order = json.loads(line)
-        print(
-            json.dumps(consume(Ticket.from_params(order["params"]), cache, order["digests"])),
-            flush=True,
-        )
+        ticket = Ticket.from_params(order["params"])
+        figures = consume(ticket, cache, order["digests"])
+        print(json.dumps(figures), flush=True)
 
 
 class Consumer:
@@ -107,7 +109,7 @@ class Consumer:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise ValueError("the consumer has ended: its error is above")
+            raise InvalidRequestError("the consumer has ended: its error is above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -119,21 +121,22 @@ def made_up_prefill(
     hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int
 ) -> PrefillResult:
     """Return the result of a prefill on these hosts, with random KV sharded as by APB-V."""
-    lengths = {
-        "num_tokens": num_tokens,
-        "context_start": 0,
-        "query_start": num_tokens - QUESTION_LEN,
-    }
     layout = plan_layout(
-        num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths
+        num_hosts=hosts.size,
+        num_tokens=num_tokens,
+        context_start=0,
+        query_start=num_tokens - QUESTION_LEN,
+        anchor_len=None,
+        passing_len=None,
+        zigzag=True,
     )
-    num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
-    random = torch.Generator().manual_seed(hosts.rank)
-    size = (2, 1, num_kv_heads, num_rows, HEAD_DIM)
-    layers = [
-        tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind())
-        for _ in range(num_layers)
-    ]
+    num_rows = sum(len(span) for span in layout.cache_spans(hosts.rank))
+    generator = torch.Generator().manual_seed(hosts.rank)
+    shape = (2, 1, num_kv_heads, num_rows, HEAD_DIM)
+    layers = []
+    for _ in range(num_layers):
+        keys, values = torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+        layers.append((keys, values))
     positions = torch.arange(num_tokens)[None]
     identity = ModelIdentity(
         model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
@@ -153,34 +156,43 @@ def made_up_prefill(
 def transfer(
     state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool = False
 ) -> dict:
-    """Offer the KV and have it fetched, and return the times, on the leader all of them;
-    collective."""
+    """Offer the KV and have it fetched, and return the figures; collective.
+
+    The consumer's figures, and the bytes, are on the leader only.
+    """
     hosts = state.kv.hosts
     hosts.barrier()
     began = hosts.clock()
     ticket = state.offer(offers)
     offered = hosts.clock()
-    consumed = (
-        consumer.fetch(ticket, digests) | {"num_bytes": ticket.num_bytes} if hosts.is_leader else {}
-    )
+    figures = {}
+    if hosts.is_leader:
+        figures = consumer.fetch(ticket, digests)
+        figures["num_bytes"] = ticket.num_bytes
     ended = hosts.clock()
     hosts.barrier()
-    return {**consumed, "offer_ms": 1e3 * (offered - began), "total_ms": 1e3 * (ended - began)}
+    figures["offer_ms"] = 1e3 * (offered - began)
+    figures["total_ms"] = 1e3 * (ended - began)
+    return figures
 
 
 def measure(hosts: HostGroup, name: str, options: argparse.Namespace) -> list[dict]:
     """Return the rounds on the leader; collective."""
-    state = made_up_prefill(hosts, *SHAPES[name], options.tokens)
+    num_layers, num_kv_heads = SHAPES[name]
+    state = made_up_prefill(hosts, num_layers, num_kv_heads, options.tokens)
     with (
         Offers(hosts) as offers,
         closing(Consumer()) if hosts.is_leader else nullcontext() as consumer,
     ):
+        # Compare what is fetched once, which also warms up. Only the leader has the whole cache.
         whole = state.to_dynamic_cache()
-        checked = transfer(state, offers, consumer, digests=True)
-        sent = whole and digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)
-        if hosts.is_leader and checked["digest"] != sent:
-            raise ValueError("what came is not what was sent")
+        figures = transfer(state, offers, consumer, digests=True)
+        if hosts.is_leader:
+            sent = digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)
+            if figures["digest"] != sent:
+                raise ValueError("what came is not what was sent")
         del whole
+        # Measure.
         return [transfer(state, offers, consumer) for _ in range(options.rounds)]
 
 
@@ -190,9 +202,12 @@ def records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         rounds = measure(hosts, name, options)
         if not hosts.is_leader:
             continue
-        times = ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms")
-        samples = {key: [each[key] for each in rounds] for key in times}
-        medians = {key: statistics.median(values) for key, values in samples.items()}
+        samples = {}
+        medians = {}
+        for time_name in ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms"):
+            times = [figures[time_name] for figures in rounds]
+            samples[time_name] = times
+            medians[time_name] = statistics.median(times)
         num_bytes = rounds[0]["num_bytes"]
         yield {
             "benchmark": "kv_transfer",

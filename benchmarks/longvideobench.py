@@ -1,5 +1,4 @@
-"""Measure accuracy on LongVideoBench: multiple choice about videos with subtitles interleaved
-between frames.
+"""Measure accuracy on LongVideoBench: multiple choice about videos with interleaved subtitles.
 
     python benchmarks/longvideobench.py --model Qwen/Qwen2.5-VL-7B-Instruct \
         --data LongVideoBench --frames 64
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from PIL import Image
@@ -45,14 +45,15 @@ from support.evaluation.samples import (
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
-    """Read LongVideoBench's questions; those of the test split have no right answers, and are
-    recorded only.
+    """Read LongVideoBench's questions.
+
+    The test split's have no right answers, and are recorded only.
 
     Raises:
-        ValueError: the file cannot be read, or has another form.
+        InvalidRequestError: the file cannot be read, or has another form.
     """
     if options.fps is not None and options.subtitles == "interleaved":
-        raise ValueError(
+        raise InvalidRequestError(
             "frames between subtitles are chosen by --frames; --fps needs --subtitles none"
         )
     path = options.questions or options.data / "lvb_val.json"
@@ -63,16 +64,17 @@ def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
     choices = texts_of(row["candidates"])
     answer = row.get("correct_choice", -1)
     if answer >= len(choices):
-        raise ValueError(f"the answer {answer} is none of the {len(choices)} options")
-    names = {
-        "duration": "duration_group",
-        "question": "question_category",
-        "topic": "topic_category",
+        raise InvalidRequestError(f"the answer {answer} is none of the {len(choices)} options")
+    groups = {
+        "duration": text_of(row["duration_group"]),
+        "question": text_of(row["question_category"]),
+        "topic": text_of(row["topic_category"]),
     }
-    groups = {name: text_of(row[field]) for name, field in names.items()}
     if row.get("level") is not None:
         groups["level"] = text_of(row["level"])
-    lines = folder / "subtitles" / row["subtitle_path"] if subtitles == "interleaved" else None
+    subtitle_file = None
+    if subtitles == "interleaved":
+        subtitle_file = folder / "subtitles" / row["subtitle_path"]
     return Sample(
         key=text_of(row["id"]),
         question=text_of(row["question"]),
@@ -80,29 +82,33 @@ def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
         options=choices,
         videos=(folder / "videos" / row["video_path"],),
         groups=groups,
-        subtitles=lines,
+        subtitles=subtitle_file,
         extra={"offset": row["starting_timestamp_for_subtitles"], "duration": row["duration"]},
     )
 
 
 def read_subtitles(path: Path, offset: float, duration: float) -> list[Subtitle]:
-    """Read a file of LongVideoBench, which has one of two forms, by what the video was transcribed
-    with.
+    """Read a file of LongVideoBench's subtitles.
+
+    It has one of two forms, by what the video was transcribed with.
 
     Args:
         offset: the video's begin in the subtitles' time, in seconds.
         duration: of the video in seconds; the end of a subtitle that has none.
 
     Raises:
-        ValueError: the file cannot be read, or has neither form.
+        InvalidRequestError: the file cannot be read, or has neither form.
     """
 
     def subtitle(_, row: dict) -> Subtitle:
         if "timestamp" in row:
             start, end = row["timestamp"]
-            end, text = offset + duration if end is None else end, row.get("text")
+            if end is None:
+                end = offset + duration
+            text = row.get("text")
         else:
-            start, end = (_clock(row[name]) for name in ("start", "end"))
+            start = _clock(row["start"])
+            end = _clock(row["end"])
             text = row.get("line")
         return Subtitle(start - offset, end - offset, str(text or "").strip())
 
@@ -128,58 +134,64 @@ def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[i
     Returns:
         The frames' numbers and the subtitles' texts, in order.
     """
-    found: list[int | str] = []
-    placed = 0
+    content: list[int | str] = []
+    num_placed = 0
     for subtitle in subtitles:
+        # The frames up to the middle.
         middle = (subtitle.start + subtitle.end) / 2
-        reached = max(placed, bisect_right(times, middle))
-        found += range(placed, reached)
-        placed = reached
+        num_before = max(num_placed, bisect_right(times, middle))
+        content += range(num_placed, num_before)
+        num_placed = num_before
+        # The subtitle.
         half = max(subtitle.end - subtitle.start, 1.0) / 2
-        if subtitle.text and any(middle - half < time < middle + half for time in times):
-            found.append(subtitle.text)
-    return [*found, *range(placed, len(times))]
+        is_sampled = any(middle - half < time < middle + half for time in times)
+        if subtitle.text and is_sampled:
+            content.append(subtitle.text)
+    content += range(num_placed, len(times))
+    return content
 
 
 def request(
     sample: Sample, template: str, options: argparse.Namespace, engine: Engine
 ) -> Mapping[str, Any]:
-    """Return the prompt: frames and subtitles in turn, then the question; or the video and the
-    question."""
+    """Return the prompt: frames and subtitles in turn, and the question.
+
+    Without subtitles it is the video and the question.
+    """
     prompt = fill(template, sample)
     if sample.subtitles is None:
         return request_of(sample, prompt)
+
+    # Read the frames and the subtitles.
     info = engine.videos.probe(sample.videos[0])
     duration = sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
-    lines = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
-    images = [
-        {"type": "image", "image": Image.fromarray(picture)}
-        for picture in read_frames(info, frames)
-    ]
-    placed = interleaved(info.timestamps[frames].tolist(), lines)
-    content = [
-        images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed
-    ]
-    return {
-        "messages": [
-            {"role": "user", "content": [*content, {"type": "text", "text": f"\n{prompt}"}]}
-        ]
-    }
+    subtitles = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
+    pictures = read_frames(info, frames)
+
+    # Put them into one message.
+    content = []
+    for part in interleaved(info.timestamps[frames].tolist(), subtitles):
+        if isinstance(part, int):
+            content.append({"type": "image", "image": Image.fromarray(pictures[part])})
+        else:
+            content.append({"type": "text", "text": f"\n{part}\n"})
+    content.append({"type": "text", "text": f"\n{prompt}"})
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def sampled_frames(info: VideoInfo, duration: float, most: int) -> list[int]:
-    """Choose frames as the official loader does: at equal steps from the first, at most one a
-    second.
+    """Choose frames as the official loader does: at equal steps, at most one a second.
 
     Args:
         duration: in seconds, as the data set has it.
         most: how many frames at most.
     """
     rate = info.num_frames / info.duration if info.duration else 1.0
-    valid = max(1, min(info.num_frames, int(duration * rate)))
-    number = max(1, min(most, int(duration), valid))
-    return [valid // number * index for index in range(number)]
+    num_valid = max(1, min(info.num_frames, int(duration * rate)))
+    num_sampled = max(1, min(most, int(duration), num_valid))
+    step = num_valid // num_sampled
+    return [step * index for index in range(num_sampled)]
 
 
 def guess(sample: Sample) -> int:

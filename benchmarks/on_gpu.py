@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -38,17 +36,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def with_options(words: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return a command line with other options, instead of those of the same names, whose values
-    follow them."""
+    """Return a command line with other options, in place of options of the same names.
+
+    An option's values follow it.
+    """
     replaced = {word for word in others if word.startswith("--")}
-    kept: list[str] = []
+    result: list[str] = []
     is_replaced = False
     for word in words:
         if word.startswith("--"):
             is_replaced = word in replaced
         if not is_replaced:
-            kept.append(word)
-    return [*kept, *others]
+            result.append(word)
+    return [*result, *others]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ class Stage:
         words = shlex.split(self.command)
         if options.rehearse:
             words = with_options(words, shlex.split(self.tiny))
-        kept = ["--json", f"{options.out.resolve() / self.name}.jsonl"] if self.records else []
-        return [places.get(word, word) for word in words] + kept
+        arguments = [places.get(word, word) for word in words]
+        if self.records:
+            arguments += ["--json", f"{options.out.resolve() / self.name}.jsonl"]
+        return arguments
 
 
 def read_stages(path: Path) -> list[Stage]:
@@ -88,67 +90,85 @@ def run(stage: Stage, options: argparse.Namespace, deadline: float, num_beside: 
     """Run a stage, and record how it ended; one that ``deadline`` cuts short has not ended.
 
     Args:
+        deadline: by ``time.monotonic()``.
         num_beside: how many stages share the cores.
     """
-    own = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    own |= {"APBV_TEST_ON_GPU": "1"} if stage.name == "tests" else {}
+    # Prepare the environment and the files.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if stage.name == "tests":
+        environment["APBV_TEST_ON_GPU"] = "1"
     if num_beside > 1:
-        own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_beside))
-    if not stage.name.startswith("ruler"):  # which goes on from its records
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_beside))
+    if not stage.name.startswith("ruler"):
+        # Stages of ruler.py go on from their records.
         (options.out / f"{stage.name}.jsonl").unlink(missing_ok=True)
+
+    # Run.
     command = stage.arguments(options)
     began = time.monotonic()
     with (options.out / f"{stage.name}.log").open("w") as log:
         log.write(f"{shlex.join(command)}\n")
         log.flush()
-        same = {
-            "cwd": ROOT,
-            "env": os.environ | own,
-            "stdout": log,
-            "stderr": log,
-            "start_new_session": True,
-        }
-        left = max(0.0, deadline - began)
+        seconds_left = max(0.0, deadline - began)
         try:
-            process = subprocess.Popen(command, **same)
-            status = process.wait(min(stage.seconds, left))
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            status = process.wait(min(stage.seconds, seconds_left))
         except FileNotFoundError:
-            status = "missing"  # a program that this machine lacks
+            # This machine lacks the program.
+            status = "missing"
         except subprocess.TimeoutExpired:
             end(process)
-            status = "over" if stage.seconds < left else "cut"
+            status = "over" if stage.seconds < seconds_left else "cut"
+
+    # Record.
     seconds = round(time.monotonic() - began, 1)
-    found = {"stage": stage.name, "status": status, "seconds": seconds, "limit": stage.seconds}
-    print(found, flush=True)
+    record = {"stage": stage.name, "status": status, "seconds": seconds, "limit": stage.seconds}
+    print(record, flush=True)
     if status != "cut":
-        append_json_lines(options.out / "stages.jsonl", [found])
+        append_json_lines(options.out / "stages.jsonl", [record])
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a stage's processes: by a signal that they can answer, and for good after five
-    seconds."""
-    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+    """End a stage's processes: first by a signal that they can answer, and then for good."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-            process.wait(seconds)
+            process.wait(5.0)
 
 
 def write_report(stages: list[Stage], options: argparse.Namespace) -> str:
     """Write how the stages ended, and the tables that they printed."""
-    ended = {each["stage"]: each for each in read_records([options.out / "stages.jsonl"])}
-    rows = [
-        [name, each["status"] or "done", each["seconds"], each["limit"]]
-        for name, each in ended.items()
-    ]
+    # How they ended; a status of 0 is success.
+    rows = []
+    for name, record in read_ended(options).items():
+        rows.append([name, record["status"] or "done", record["seconds"], record["limit"]])
     parts = [markdown_table(["stage", "status", "s", "limit"], rows)]
+
+    # Their tables, below the command, which is a log's first line.
     for stage in stages:
         log = options.out / f"{stage.name}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        if table := [line for line in lines if line.startswith("|")]:
+        if not log.exists():
+            continue
+        lines = log.read_text(errors="replace").splitlines()
+        table = [line for line in lines if line.startswith("|")]
+        if table:
             parts.append("\n".join([f"## {stage.name}", "", f"    {lines[0]}", "", *table]))
     report = "\n\n".join(parts)
     (options.out / "report.md").write_text(f"{report}\n", encoding="utf-8")
     return report
+
+
+def read_ended(options: argparse.Namespace) -> dict[str, dict]:
+    """Read the last record of every stage that has ended, by its name."""
+    records = read_records([options.out / "stages.jsonl"])
+    return {record["stage"]: record for record in records}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -160,24 +180,45 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "stages.jsonl").touch()
+
+    # Choose stages: those that --only names, or all that have not ended.
     stages = [stage for stage in STAGES if options.pretrained or "{model}" not in stage.command]
-    ended = {each["stage"] for each in read_records([options.out / "stages.jsonl"])}
-    chosen = [stage for stage in stages if not options.only or stage.name in options.only]
-    left = [stage for stage in chosen if options.only or stage.name not in ended]
-    for _, together in groupby(left, key=lambda stage: stage.group or stage.name):
+    if options.only:
+        chosen = [stage for stage in stages if stage.name in options.only]
+        left = chosen
+    else:
+        chosen = stages
+        ended = read_ended(options)
+        left = [stage for stage in stages if stage.name not in ended]
+
+    # Run them, those of a group beside each other.
+    for group in groups_of(left):
         if time.monotonic() < deadline:
-            group = list(together)
             with ThreadPoolExecutor(len(group)) as pool:
-                list(
-                    pool.map(
-                        partial(run, options=options, deadline=deadline, num_beside=len(group)),
-                        group,
-                    )
-                )
+                futures = [
+                    pool.submit(run, stage, options, deadline, len(group)) for stage in group
+                ]
+                for future in futures:
+                    future.result()
             write_report(stages, options)
     print(write_report(stages, options))
-    ended = {each["stage"]: each["status"] for each in read_records([options.out / "stages.jsonl"])}
-    return int(any(ended.get(stage.name, "not run") != 0 for stage in chosen))
+
+    ended = read_ended(options)
+    has_succeeded = all(
+        stage.name in ended and ended[stage.name]["status"] == 0 for stage in chosen
+    )
+    return 0 if has_succeeded else 1
+
+
+def groups_of(stages: list[Stage]) -> list[list[Stage]]:
+    """Return the stages that run together: adjacent ones of the same group."""
+    groups: list[list[Stage]] = []
+    for stage in stages:
+        if groups and stage.group is not None and groups[-1][-1].group == stage.group:
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return groups
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Measure the speed of apbv.kernels' operators with every backend, relative to the device's
-ceilings.
+"""Measure the speed of apbv.kernels' operators with every backend, relative to a device's ceilings.
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch \
@@ -73,32 +72,39 @@ class Timer:
 
     Args:
         device, dtype: where and in what precision the ceilings are measured.
-        size, side: bytes of the copy, and rows of the square matrix product, that show the
-            ceilings.
+        size: bytes of the copy that shows the bandwidth.
+        side: rows of the square matrix product that shows the operations per second.
 
     Attributes:
-        bandwidth, flops: the device's ceilings, in bytes and operations per second.
+        bandwidth: the device's ceiling, in bytes per second.
+        flops: the device's ceiling, in operations per second.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int, side: int):
         self.device = device
-        self._source, self._target = torch.zeros(
-            2, size, dtype=torch.uint8, device=device
-        ).random_()
-        # A ceiling is the most that the device can do: the best of several rounds, the first of
-        # which warms up.
-        copies = [
-            self(lambda _: self._target.copy_(self._source), [()]) for _ in range(_CEILING_ROUNDS)
-        ]
-        self._copy_seconds = min(copies) / 1e3
+        buffers = torch.zeros(2, size, dtype=torch.uint8, device=device).random_()
+        self._source, self._target = buffers
+
+        def copy(_: tuple) -> None:
+            self._target.copy_(self._source)
+
+        self._copy_seconds = self._best_seconds(copy)
+        # Every byte is read and written.
         self.bandwidth = 2 * size / self._copy_seconds
+
         a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-        self.flops = (
-            2
-            * side**3
-            / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(_CEILING_ROUNDS))
-            * 1e3
-        )
+
+        def multiply(_: tuple) -> None:
+            torch.mm(a, b)
+
+        self.flops = 2 * side**3 / self._best_seconds(multiply)
+
+    def _best_seconds(self, run: Callable[[tuple], object]) -> float:
+        """Return the least seconds of several calls, the first of which warms up.
+
+        A ceiling is the most that the device can do.
+        """
+        return min(self(run, [()]) for _ in range(_CEILING_ROUNDS)) / 1e3
 
     def __call__(
         self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0
@@ -115,9 +121,13 @@ class Timer:
             for operands in sets:
                 run(operands)
             return (time.perf_counter() - began) * 1e3 / len(sets)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(min(100, int(launching / self._copy_seconds) + 1) if launching else 0):
-            self._target.copy_(self._source)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        # Copies keep the GPU busy until all calls are in its queue.
+        if launching:
+            num_copies = min(100, int(launching / self._copy_seconds) + 1)
+            for _ in range(num_copies):
+                self._target.copy_(self._source)
         start.record()
         for operands in sets:
             run(operands)
@@ -137,7 +147,7 @@ def contenders(
     case: Case, operands: Drawn, backends: list[str], note: Callable[[str], None]
 ) -> list[Contender]:
     """Return the backends that can compute a case here, and note why the others cannot."""
-    found = []
+    entries = []
     for name in backends:
         if name in LIBRARIES and not case.is_segmented:
             continue
@@ -149,34 +159,40 @@ def contenders(
         except BackendError as error:
             note(str(error))
             continue
-        found.append(Contender(name, partial(case.run, backend=name)))
-    return found
+        entries.append(Contender(name, partial(case.run, backend=name)))
+    return entries
 
 
 @torch.no_grad()
 def check(case: Case, operands: Drawn, dtype: torch.dtype, entries: list[Contender]) -> None:
-    """Compare every contender with fp64, as the doctor does, and at this size with the first that
-    is right."""
+    """Compare every contender with fp64, as the doctor does, and at this size with the first one.
+
+    The first one here is the first that runs.
+    """
     expected = None
     for entry in entries:
         try:
             draw = kernels.Draw(tree_leaves(operands)[0].device, dtype)
-            entry.error = max(
-                kernels.error_of(case.op, each, entry.backend)
-                for each in kernels.CASES[case.op](draw)
-            )
+            errors = []
+            for doctors_case in kernels.CASES[case.op](draw):
+                errors.append(kernels.error_of(case.op, doctors_case, entry.backend))
+            entry.error = max(errors)
             outputs = [output.double() for output in entry.run(operands)]
-        except (
-            Exception
-        ) as error:  # a kernel may raise anything, which is then the result of this check
+        except Exception as error:
+            # A kernel may raise anything, which is then the result of this check.
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
-        expected = expected or outputs
-        off = max(float((x - y).norm() / y.norm()) for x, y in zip(outputs, expected, strict=True))
+        if expected is None:
+            expected = outputs
+        differences = []
+        for output, right in zip(outputs, expected, strict=True):
+            differences.append(float((output - right).norm() / right.norm()))
+        difference = max(differences)
+        # Negated, so that NaN is wrong.
         if not entry.error <= 1:
             entry.wrong = f"is off by {entry.error:.3g} times what is allowed"
-        elif not off <= AGREEMENT[dtype]:
-            entry.wrong = f"differs by {off:.1e} from {entries[0].backend}"
+        elif not difference <= AGREEMENT[dtype]:
+            entry.wrong = f"differs by {difference:.1e} from {entries[0].backend}"
 
 
 @torch.no_grad()
@@ -184,17 +200,18 @@ def measure(
     timer: Timer, sets: list[Drawn], entries: list[Contender], rounds: int, warmup: int
 ) -> None:
     """Time the correct contenders in turn, round after round."""
-    launching = {}
     right = [entry for entry in entries if not entry.wrong]
+    # Warm up. What is timed last is how long it takes until all calls are in a GPU's queue.
+    launching = {}
     for entry in right:
         for _ in range(warmup):
             synchronize(timer.device)
             began = time.perf_counter()
             for operands in sets:
                 entry.run(operands)
-            # Until all calls are in a GPU's queue.
             launching[entry.backend] = time.perf_counter() - began
         synchronize(timer.device)
+    # Measure.
     for _ in range(rounds):
         for entry in right:
             entry.ms.append(timer(entry.run, sets, launching[entry.backend]))
@@ -206,8 +223,22 @@ def record(
     """Return a JSON-ready record, without a speed if the result is wrong."""
     dtype = getattr(torch, options.dtype)
     num_bytes = case.bytes(dtype)
-    ms = statistics.median(entry.ms) if entry.ms else None
-    floor_ms = max(case.flops / timer.flops, num_bytes / timer.bandwidth) * 1e3
+    arithmetic_seconds = case.flops / timer.flops
+    memory_seconds = num_bytes / timer.bandwidth
+    floor_ms = max(arithmetic_seconds, memory_seconds) * 1e3
+    ms = None
+    tflops = None
+    gigabytes_per_s = None
+    share_of_ceiling = None
+    if entry.ms:
+        ms = statistics.median(entry.ms)
+        tflops = case.flops / ms / 1e9
+        gigabytes_per_s = num_bytes / ms / 1e6
+        share_of_ceiling = floor_ms / ms
+    error = entry.error
+    if error is not None and not error < float("inf"):
+        # JSON has no infinity, and no NaN.
+        error = None
     return {
         "benchmark": "operators",
         **fields_of(options, "preset", "warmup", "seed", "dtype"),
@@ -219,18 +250,15 @@ def record(
         "flops": case.flops,
         "bytes": num_bytes,
         "ms": ms,
-        "tflops": case.flops / ms / 1e9 if ms else None,
-        "gigabytes_per_s": num_bytes / ms / 1e6 if ms else None,
+        "tflops": tflops,
+        "gigabytes_per_s": gigabytes_per_s,
         "ceiling": {
             "tflops": timer.flops / 1e12,
             "gigabytes_per_s": timer.bandwidth / 1e9,
-            "bound": "arithmetic"
-            if case.flops / timer.flops > num_bytes / timer.bandwidth
-            else "memory",
+            "bound": "arithmetic" if arithmetic_seconds > memory_seconds else "memory",
         },
-        "share_of_ceiling": floor_ms / ms if ms else None,
-        # JSON has no infinity.
-        "error": entry.error if entry.error is not None and entry.error < float("inf") else None,
+        "share_of_ceiling": share_of_ceiling,
+        "error": error,
         "wrong": entry.wrong,
         "samples": {"ms": entry.ms},
         "libraries": libraries(),
@@ -239,8 +267,13 @@ def record(
 
 def libraries() -> dict[str, str | None]:
     """Return the versions of the measured libraries that are installed."""
-    found = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
-    return {**found, "cudnn": str(torch.backends.cudnn.version()), "cuda": torch.version.cuda}
+    versions = {}
+    for package in distributions():
+        if package.name in _PACKAGES:
+            versions[package.name] = package.version
+    versions["cudnn"] = str(torch.backends.cudnn.version())
+    versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -268,16 +301,19 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
         f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, "
         f"{timer.bandwidth / 1e9:.1f} GB/s"
     )
-    every = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
-    chosen = [case for case in every if case.op in options.ops]
+    all_cases = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
+    chosen = [case for case in all_cases if case.op in options.ops]
 
-    @cache  # each message once
+    # The cache lets each message be written once.
+    @cache
     def note(message: str) -> None:
         tqdm.write(f"note: {message}", file=sys.stderr)
 
     for case in tqdm(chosen, unit="case", disable=None):
-        seeds = range(options.seed, options.seed + timer.num_sets(case.bytes(dtype)))
-        sets = [case.make(Draw(seed, options.device, dtype)) for seed in seeds]
+        num_sets = timer.num_sets(case.bytes(dtype))
+        sets = []
+        for seed in range(options.seed, options.seed + num_sets):
+            sets.append(case.make(Draw(seed, options.device, dtype)))
         entries = contenders(case, sets[0], options.backends, note)
         check(case, sets[0], dtype, entries)
         measure(timer, sets, entries, options.rounds, options.warmup)
@@ -297,7 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
     if not rows:
         print("error: none of these back ends can be used here", file=sys.stderr)
-    return int(not rows or any(row["wrong"] for row in rows))
+    is_right = bool(rows) and not any(row["wrong"] for row in rows)
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Ask a model the questions of a JSONL file, with any prefill and decoding options, and score its
-answers.
+"""Ask a model the questions of a JSONL file, with any options of an engine, and score its answers.
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
     torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl \
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from support.evaluation.command import Benchmark
@@ -44,26 +44,29 @@ def read(options: argparse.Namespace) -> list[Sample]:
     """Read the questions of a file.
 
     Raises:
-        ValueError: the file cannot be read, or a question is wrong; with its number.
+        InvalidRequestError: the file cannot be read, or a question is wrong; with its number.
     """
     path = options.questions
     return made_of(path, read_json(path), partial(_sample, path.parent))
 
 
 def _sample(folder: Path, number: int, row: dict) -> Sample:
-    if unknown := sorted(row.keys() - FIELDS):
-        raise ValueError(
+    unknown = sorted(row.keys() - FIELDS)
+    if unknown:
+        raise InvalidRequestError(
             f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}"
         )
     choices = options_of(row.get("options"))
     if len(choices) == 1 or len(choices) > len(LETTERS) or len(set(choices)) < len(choices):
-        raise ValueError(
+        raise InvalidRequestError(
             f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}"
         )
     answer = row.get("answer")
     if answer is not None:
         answer = option_named(choices, answer) if choices else text_of(answer)
-    groups = {name: str(value) for name, value in (row.get("groups") or {}).items()}
+    groups = {}
+    if row.get("groups"):
+        groups = {name: str(value) for name, value in row["groups"].items()}
     if row.get("category") is not None:
         groups["category"] = text_of(row["category"])
     return Sample(

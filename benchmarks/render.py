@@ -29,21 +29,27 @@ def write_clip(
 
 
 def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
-    """Write clips, and yield questions about each: a retrieval, which the seed chooses, ordering
-    and counting."""
+    """Write clips, and yield questions about each: a retrieval, ordering and counting.
+
+    The seed chooses the retrieval.
+    """
     for seed in count(options.seed):
         # The kinds of needle take turns, so that each of them can be scored by itself.
         needles = options.needles[seed % len(options.needles)]
         path = folder / f"clip-{seed}.mp4"
-        retrievals, (*others, _) = clips.asked_apart(write_clip(options, seed, [needles], path))
-        for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
-            about = {
+        clip = write_clip(options, seed, [needles], path)
+        retrievals, others = clips.asked_apart(clip)
+        retrieval = retrievals[seed % len(retrievals)]
+        for task, question, answer in [retrieval, *others]:
+            if task == "describe":
+                continue
+            yield {
                 "id": f"clip-{seed} {task}",
                 "video": path.name,
                 "question": question,
                 "answer": answer,
+                "groups": {"task": task, "needles": needles},
             }
-            yield {**about, "groups": {"task": task, "needles": needles}}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -60,12 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.questions is not None:
         folder = options.out or Path("clips")
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps(record) + "\n"
-            for record in islice(records(options, folder), options.questions)
-        ]
-        (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(f"{folder / 'questions.jsonl'}: {options.questions} questions")
+        path = folder / "questions.jsonl"
+        lines = []
+        for record in islice(records(options, folder), options.questions):
+            lines.append(json.dumps(record) + "\n")
+        path.write_text("".join(lines), encoding="utf-8")
+        print(f"{path}: {options.questions} questions")
         return
     path = options.out or Path(f"clip-{options.seed}.mp4")
     clip = write_clip(options, options.seed, options.needles, path)

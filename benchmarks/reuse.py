@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from transformers import PreTrainedModel
+
 from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.launch.options import prefill_config
@@ -36,49 +38,70 @@ def ask(engine: Engine, exam: Exam, num_clips: int) -> list[dict]:
         file = exam.file(seed, engine.hosts)
         questions = exam.questions(seed)
         first = seed % len(questions)
-        for number, (task, question, expected) in enumerate(questions[first:] + questions[:first]):
-            limits = {"num_frames": 2 * exam.num_shots, "max_new_tokens": LONGEST_ANSWER}
-            answer = engine.generate(question, video=file, **limits)
-            if number:
+        # Another question fills the cache of each clip.
+        questions = questions[first:] + questions[:first]
+        for number, (task, question, expected) in enumerate(questions):
+            answer = engine.generate(
+                question,
+                video=file,
+                num_frames=2 * exam.num_shots,
+                max_new_tokens=LONGEST_ANSWER,
+            )
+            if number > 0:
                 answers.append({"task": task, "right": answer.text == expected, **answer.stats})
     return answers
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield a record for every number of hosts and way; speedups are over the engine that keeps
-    nothing."""
-    engine, exam, config = load_demo(hosts=hosts), Exam.of(options), prefill_config(options)
-    for number in [hosts.size] if hosts.size > 1 else options.hosts:
+    """Yield a record for every number of hosts and way.
+
+    Speedups are over the engine that keeps nothing.
+    """
+    engine = load_demo(hosts=hosts)
+    exam = Exam.of(options)
+    config = prefill_config(options)
+    numbers_of_hosts = [hosts.size] if hosts.size > 1 else options.hosts
+    for num_hosts in numbers_of_hosts:
         baseline = None
         for way in WAYS:
             reuse = None if way == "none" else ReuseConfig(mode=way)
 
-            def job(group: HostGroup, model, reuse=reuse) -> list[dict]:
-                own = Engine(model, engine.processor, group, config, engine.name, reuse=reuse)
-                return ask(own, exam, options.clips)
+            def job(group: HostGroup, model: PreTrainedModel, reuse=reuse) -> list[dict]:
+                engine_of_host = Engine(
+                    model, engine.processor, group, config, engine.name, reuse=reuse
+                )
+                return ask(engine_of_host, exam, options.clips)
 
-            answers = run_on(number, hosts, engine.model, job)
-            baseline = baseline or answers
-            times, plain = ([answer["ttft_ms"] for answer in each] for each in (answers, baseline))
-            of_task = {
-                task: [a["right"] for a in answers if a["task"] == task] for task in EXACT_TASKS
-            }
+            answers = run_on(num_hosts, hosts, engine.model, job)
+            if baseline is None:
+                baseline = answers
+            ttft_ms = [answer["ttft_ms"] for answer in answers]
+            plain_ms = [answer["ttft_ms"] for answer in baseline]
+            num_reused = 0
+            num_same = 0
+            tasks = {task: [0, 0] for task in EXACT_TASKS}
+            for answer, plain_answer in zip(answers, baseline, strict=True):
+                if answer["reused"] is not None:
+                    num_reused += 1
+                if answer["token_ids"] == plain_answer["token_ids"]:
+                    num_same += 1
+                tasks[answer["task"]][1] += 1
+                if answer["right"]:
+                    tasks[answer["task"]][0] += 1
             yield {
                 "benchmark": "reuse",
                 "way": way,
-                "hosts": number,
-                "simulated": number > hosts.size,
+                "hosts": num_hosts,
+                "simulated": num_hosts > hosts.size,
                 **fields_of(options, "shots", "grid", "clips"),
                 **fields_of(answers[0], "method", "num_input_tokens", "anchor_len", "passing_len"),
-                "ttft_ms": statistics.median(times),
-                "speedup": statistics.median(plain) / statistics.median(times),
-                "reused": sum(answer["reused"] is not None for answer in answers),
-                "same_answer": sum(
-                    a["token_ids"] == b["token_ids"] for a, b in zip(answers, baseline, strict=True)
-                ),
+                "ttft_ms": statistics.median(ttft_ms),
+                "speedup": statistics.median(plain_ms) / statistics.median(ttft_ms),
+                "reused": num_reused,
+                "same_answer": num_same,
                 "total": len(answers),
-                "tasks": {task: [sum(rights), len(rights)] for task, rights in of_task.items()},
-                "samples": {"ttft_ms": times},
+                "tasks": tasks,
+                "samples": {"ttft_ms": ttft_ms},
             }
 
 

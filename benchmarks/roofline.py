@@ -1,5 +1,4 @@
-"""Predict GPU times of operators, of a whole prefill and of drafts with a roofline model. Nothing
-runs.
+"""Predict GPU times of operators, of a whole prefill and of drafts with a roofline model.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
@@ -7,8 +6,9 @@ runs.
     python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b \
         --acceptance 0.8 --gpus H200
 
-Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks
-(of the fastest GPU of that name). No kernel reaches them, so measured times are longer. The prefill
+Nothing runs. Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at
+data-sheet peaks (of the fastest GPU of that name). No kernel reaches them, so measured times are
+longer. The prefill
 is of a text prompt, with ``full`` on one GPU and the other methods on all hosts, at assumed shares
 of the peaks. ``APBV_BACKEND=torch`` assumes no fused kernels outside attention and matrix products.
 With a draft: the speedup of decoding a batch, where a pass reads all weights and each answer's KV
@@ -43,13 +43,14 @@ from support.records import fields_of, markdown_table
 from support.workloads import config_of
 
 GPUS = presets_of("roofline")
-PEAKS, REACHED, LAUNCHES, MEASURED_BY = (
-    GPUS[name] for name in ("peaks", "reached", "launches", "measured_by")
-)
+PEAKS = GPUS["peaks"]  # by GPU: FLOP/s, and bytes/s of its memory and its link
+REACHED = GPUS["reached"]  # shares of the peaks
+LAUNCHES = GPUS["launches"]  # kernels per layer, by method
+MEASURED_BY = GPUS["measured_by"]
 
-
-# Calls of torch that count elsewhere, and those that move nothing.
+# Calls of torch that count elsewhere.
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")
+# Calls that move nothing.
 _FREE = (
     "empty",
     "new_empty",
@@ -71,16 +72,33 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-        )
-        if name not in _FREE and not is_view:
+        if name not in _FREE and not _is_view(func):
             # What is written in place is an operand, too: it counts once.
-            tensors = {
-                id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)
-            }
-            self.bytes[name] += sum(x.nbytes for x in tensors.values())
+            num_bytes = {}
+            for operand in tree_leaves((args, kwargs, result)):
+                if isinstance(operand, torch.Tensor):
+                    num_bytes[id(operand)] = operand.nbytes
+            self.bytes[name] += sum(num_bytes.values())
         return result
+
+
+def _is_view(func) -> bool:
+    """Return whether a call's result is a view of an operand, which it does not write."""
+    for returned in func._schema.returns:
+        if returned.alias_info is not None and not returned.alias_info.is_write:
+            return True
+    return False
+
+
+# Calls that read and write what attention and fused kernels do.
+
+
+def _no_attention(layer, q: torch.Tensor, *states, **options) -> tuple[torch.Tensor, None]:
+    return q.transpose(1, 2), None
+
+
+def _norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return states * weight
 
 
 def _rotated(
@@ -96,70 +114,77 @@ class _NoRule:
         return mixed.clone()
 
     def attend(self, layer, inputs, function) -> torch.Tensor:
-        for each in inputs[:2]:
-            each.sum()
+        inputs[0].sum()
+        inputs[1].sum()
         return inputs[2].clone()
 
 
-@torch.no_grad()
 def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool = True) -> int:
-    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel
-    runs.
+    """Count the bytes of a layer's calls that are neither attention nor matrix products.
 
-    Of a hybrid it is the mean of its layers, whose rule reads q, k and v and writes its output.
+    Of a hybrid it is the mean of its layers, whose rule reads q, k and v and writes its output. No
+    kernel runs.
 
     Args:
         is_fused: whether norms, MLPs and rotary positions are computed by fused kernels.
     """
-    AttentionInterface.register(
-        "no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None)
-    )
-    moved = []
-    is_hybrid = DecoderSizes.from_config(config).linear is not None
-    types = config.get_text_config().layer_types if is_hybrid else ["full_attention"]
-    period = types.index("full_attention") + 1
-    for num_layers in (period, 2 * period):  # what the second adds is that many layers'
-        text = copy.deepcopy(config.get_text_config())
-        text.num_hidden_layers = num_layers
-        text._attn_implementation = "no_attention"
-        with torch.device("meta"), Traffic() as traffic:
-            model = AutoModel.from_config(text, dtype=torch.bfloat16)
-            if is_fused:  # for the kernels stand calls that read and write the same
-                calls = (lambda states, weight, _: states * weight, torch.mul, _rotated)
-                model = with_forwards(model, fused_forwards(model, *calls))
-            options = {"linear": _NoRule()} if is_hybrid else {}
-            if is_hybrid:
-                model = with_linear_attention(model)
-            rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
-            places = torch.arange(num_rows)[None]
-            mask = torch.empty(1, 1, 1, 1)
-            traffic.bytes.clear()
-            model(
-                inputs_embeds=rows,
-                attention_mask=mask,
-                position_ids=places,
-                use_cache=False,
-                **options,
-            )
-        moved.append(sum(size for name, size in traffic.bytes.items() if name not in _PRODUCTS))
-    return (moved[1] - moved[0]) // period
+    period = 1
+    if DecoderSizes.from_config(config).linear is not None:
+        period = config.get_text_config().layer_types.index("full_attention") + 1
+    # Twice as many layers move as much more as these layers do.
+    once = _bytes_of_layers(config, period, num_rows, is_fused)
+    twice = _bytes_of_layers(config, 2 * period, num_rows, is_fused)
+    return (twice - once) // period
+
+
+@torch.no_grad()
+def _bytes_of_layers(
+    config: PreTrainedConfig, num_layers: int, num_rows: int, is_fused: bool
+) -> int:
+    """Count the element-wise bytes of a whole decoder with a number of layers."""
+    AttentionInterface.register("no_attention", _no_attention)
+    text_config = copy.deepcopy(config.get_text_config())
+    text_config.num_hidden_layers = num_layers
+    text_config._attn_implementation = "no_attention"
+    with torch.device("meta"), Traffic() as traffic:
+        model = AutoModel.from_config(text_config, dtype=torch.bfloat16)
+        if is_fused:
+            model = with_forwards(model, fused_forwards(model, _norm, torch.mul, _rotated))
+        options = {}
+        if DecoderSizes.from_config(config).linear is not None:
+            model = with_linear_attention(model)
+            options["linear"] = _NoRule()
+        rows = torch.empty(1, num_rows, text_config.hidden_size, dtype=torch.bfloat16)
+        places = torch.arange(num_rows)[None]
+        mask = torch.empty(1, 1, 1, 1)
+        # What making them has moved does not count.
+        traffic.bytes.clear()
+        model(
+            inputs_embeds=rows,
+            attention_mask=mask,
+            position_ids=places,
+            use_cache=False,
+            **options,
+        )
+    return sum(count for name, count in traffic.bytes.items() if name not in _PRODUCTS)
 
 
 def operators(options: argparse.Namespace) -> str:
     """Format the least time of every operator on every GPU."""
     lines = []
-    for case in cases(replace(sizes_of("h200"), hosts=options.hosts), [options.tokens]):
+    sizes = replace(sizes_of("h200"), hosts=options.hosts)
+    for case in cases(sizes, [options.tokens]):
         num_bytes = case.bytes(torch.bfloat16)
-        times = []
+        line = [case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}"]
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
-            least, bound = max(
-                (case.flops / flops, "arithmetic"), (num_bytes / bandwidth, "memory")
-            )
-            times.append(f"{1e3 * least:.3g} ms ({bound})")
-        lines.append(
-            [case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times]
-        )
+            arithmetic_ms = 1e3 * (case.flops / flops)
+            memory_ms = 1e3 * (num_bytes / bandwidth)
+            if arithmetic_ms > memory_ms:
+                line.append(f"{arithmetic_ms:.3g} ms (arithmetic)")
+            else:
+                line.append(f"{memory_ms:.3g} ms (memory)")
+        lines.append(line)
     return markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines)
 
 
@@ -171,23 +196,27 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         others: the bytes of the last layer's KV on other hosts, which host 0 gets; the other
             layers' are there.
     """
-    flops, bandwidth, link = (each / 1e3 for each in PEAKS[gpu])
-    products = REACHED["products"] * flops
-    attention = REACHED["attention"] * flops
-    return {
-        "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
-        "selection of passing KV": cost.flops["scoring"] / attention,
-        "projections": cost.flops["projections"] / products,
-        **(
-            {"linear attention": linear / (REACHED["linear"] * flops)}
-            if (linear := cost.flops["linear"])
-            else {}
-        ),
-        "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
-        "element-wise": element_wise / (REACHED["memory"] * bandwidth),
-        "collectives": cost.received.total() / (REACHED["links"] * link),
-        "KV transfer of the last layer": others / (REACHED["links"] * link),
+    # Per millisecond.
+    peak_flops, peak_bandwidth, peak_link = (per_second / 1e3 for per_second in PEAKS[gpu])
+    products = REACHED["products"] * peak_flops
+    attention = REACHED["attention"] * peak_flops
+    linear_attention = REACHED["linear"] * peak_flops
+    bandwidth = REACHED["memory"] * peak_bandwidth
+    link = REACHED["links"] * peak_link
+
+    flops = cost.flops
+    parts = {
+        "attention": sum(flops[part] for part in ATTENTION) / attention,
+        "selection of passing KV": flops["scoring"] / attention,
+        "projections": flops["projections"] / products,
     }
+    if flops["linear"]:
+        parts["linear attention"] = flops["linear"] / linear_attention
+    parts["MLP"] = (flops["mlp"] + flops["query_pass"] + flops["lm_head"]) / products
+    parts["element-wise"] = element_wise / bandwidth
+    parts["collectives"] = cost.received.total() / link
+    parts["KV transfer of the last layer"] = others / link
+    return parts
 
 
 def prefill_parts(
@@ -202,67 +231,73 @@ def prefill_parts(
     shape = Shape.from_config(config)
     prompt = (num_tokens, 0, num_tokens - 40, None)
     layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, **lengths))
-    host = max(range(hosts), key=lambda each: costs[each].flops.total())
-    rows = sum(map(len, layout.local_spans(host)))
-    moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
-    others = sum(each.kv_bytes for each in costs[1:]) / shape.kv_layers
-    return milliseconds(costs[host], gpu, moved, others)
+    totals = [host_cost.flops.total() for host_cost in costs]
+    busiest = totals.index(max(totals))
+    rows = sum(len(span) for span in layout.local_spans(busiest))
+    is_fused = requested() != "torch"
+    element_wise = shape.layers * element_wise_bytes(config, rows, is_fused)
+    others = sum(host_cost.kv_bytes for host_cost in costs[1:]) / shape.kv_layers
+    return milliseconds(costs[busiest], gpu, element_wise, others)
 
 
 def launching_ms(config: PreTrainedConfig, method: str) -> float:
-    """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU
-    works."""
-    return (
-        1e3
-        * config.get_text_config().num_hidden_layers
-        * LAUNCHES[method]
-        * GPUS["seconds_per_launch"]
-    )
+    """Predict the milliseconds in which the CPU launches a prefill's kernels.
+
+    Meanwhile the GPU works.
+    """
+    num_layers = config.get_text_config().num_hidden_layers
+    return 1e3 * num_layers * LAUNCHES[method] * GPUS["seconds_per_launch"]
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
     config = config_of(options.prefill)
-    columns = {}
-    launching = []
     lengths = fields_of(options, "passing_len", "early_passing_len")
+
+    # A column for each method: the parts' times, and the CPU's time for launches.
+    header = [f"ms on {gpu}, {options.prefill}"]
+    columns: list[dict[str, float]] = []
+    launching = []
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
-        what = config, options.tokens, method, hosts, gpu
-        columns[f"`{method}`, {hosts}"] = prefill_parts(*what, **lengths)
+        header.append(f"`{method}`, {hosts}")
+        columns.append(prefill_parts(config, options.tokens, method, hosts, gpu, **lengths))
         launching.append(launching_ms(config, method))
-    busy = [sum(parts.values()) for parts in columns.values()]
-    totals = list(map(max, busy, launching))
-    parts = zip(*(parts.items() for parts in columns.values()), strict=True)
-    lines = [
-        [row[0][0], *(f"{ms:.1f}" for _, ms in row), MEASURED_BY.get(row[0][0], "")]
-        for row in parts
-    ]
-    lines.append(
-        ["total of the GPU", *(f"{total:.0f}" for total in busy), "throughput.py --profile"]
-    )
-    lines.append(
-        [
-            "launches by the CPU",
-            *(f"{total:.0f}" for total in launching),
-            "throughput.py, `busy_ms`",
-        ]
-    )
-    lines.append(["prefill: the larger", *(f"{total:.0f}" for total in totals), "throughput.py"])
-    lines.append(
-        ["time relative to `apbv`", *(f"{total / totals[-1]:.2f}x" for total in totals), ""]
-    )
-    return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)
+    header.append("measured by")
+
+    # A line for each part, and sums.
+    lines = []
+    for part in columns[0]:
+        times = [f"{column[part]:.1f}" for column in columns]
+        lines.append([part, *times, MEASURED_BY.get(part, "")])
+    busy = [sum(column.values()) for column in columns]
+    lines.append(["total of the GPU", *_rounded(busy), "throughput.py --profile"])
+    lines.append(["launches by the CPU", *_rounded(launching), "throughput.py, `busy_ms`"])
+    totals = []
+    for gpu_ms, cpu_ms in zip(busy, launching, strict=True):
+        totals.append(max(gpu_ms, cpu_ms))
+    lines.append(["prefill: the larger", *_rounded(totals), "throughput.py"])
+    apbv_ms = totals[-1]
+    relative = [f"{total / apbv_ms:.2f}x" for total in totals]
+    lines.append(["time relative to `apbv`", *relative, ""])
+    return markdown_table(header, lines)
+
+
+def _rounded(times: list[float]) -> list[str]:
+    return [f"{ms:.0f}" for ms in times]
 
 
 def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) -> float:
-    """Predict a decoding step's seconds: it reads all weights, and each answer's pairs of keys and
-    values, once.
+    """Predict a decoding step's seconds.
+
+    A step reads all weights, and each answer's pairs of keys and values, once.
 
     Args:
         rows: new tokens of all answers together.
+        pairs: of one answer.
     """
-    flops = REACHED["products"] * PEAKS[gpu][0]
-    bandwidth = REACHED["memory"] * PEAKS[gpu][1]
+    peak_flops, peak_bandwidth, _ = PEAKS[gpu]
+    flops = REACHED["products"] * peak_flops
+    bandwidth = REACHED["memory"] * peak_bandwidth
     weights = sum(shape.token_weights.values()) + shape.hidden * shape.vocab
     num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
     return max(num_bytes / bandwidth, 2 * weights * rows / flops)
@@ -270,28 +305,42 @@ def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) 
 
 def drafts(options: argparse.Namespace, gpu: str) -> str:
     """Format how much faster drafts make batches; the same share of tokens is accepted of all."""
-    target, draft = (Shape.from_config(config_of(name)) for name in (options.target, options.draft))
+    target = Shape.from_config(config_of(options.target))
+    draft = Shape.from_config(config_of(options.draft))
     lines = []
-    alpha = options.acceptance
     for num_tokens, answers in product((1024, 8192, 32768, 131072), (1, 4, 16)):
-        # What reads how much KV to draft a token.
-        kinds = (draft, num_tokens), (draft, num_tokens / 10), (target, 1024), (None, 0)
-        plain = step_seconds(target, gpu, answers, answers, num_tokens)
-        cells = []
-        for shape, pairs in kinds:
-            cost = (
-                step_seconds(shape, gpu, answers, answers, min(pairs, num_tokens)) if shape else 0.0
-            )
-            tokens = 1.0
-            speeds = []
+        plain_seconds = step_seconds(target, gpu, answers, answers, num_tokens)
+        # What drafts a token, and with how many pairs of KV; a lookup takes no time.
+        drafting_seconds = [
+            step_seconds(draft, gpu, answers, answers, num_tokens),
+            step_seconds(draft, gpu, answers, answers, num_tokens / 10),
+            step_seconds(target, gpu, answers, answers, min(1024, num_tokens)),
+            0.0,
+        ]
+        line = [num_tokens, answers, f"{1e3 * plain_seconds:.1f}"]
+        for draft_seconds in drafting_seconds:
+            speedups = []
+            # Of a round: the target's own token, and the drafted ones that are accepted.
+            num_tokens_of_round = 1.0
             for gamma in range(1, 17):
-                tokens += alpha**gamma
-                verifying = step_seconds(target, gpu, answers, answers * (1 + gamma), num_tokens)
-                speeds.append((tokens * plain / (gamma * cost + verifying), gamma))
-            cells.append("{:.2f} × (γ = {})".format(*max(speeds)))
-        lines.append([num_tokens, answers, f"{1e3 * plain:.1f}", *cells])
-    names = ["`vanilla`", "a tenth of the draft's KV", "`std`, 1,024 pairs", "`ngram`"]
-    return markdown_table(["context", "answers", f"ms per step, {gpu}", *names], lines)
+                num_tokens_of_round += options.acceptance**gamma
+                rows = answers * (1 + gamma)
+                verify_seconds = step_seconds(target, gpu, answers, rows, num_tokens)
+                round_seconds = gamma * draft_seconds + verify_seconds
+                speedups.append((num_tokens_of_round * plain_seconds / round_seconds, gamma))
+            speedup, gamma = max(speedups)
+            line.append(f"{speedup:.2f} × (γ = {gamma})")
+        lines.append(line)
+    header = [
+        "context",
+        "answers",
+        f"ms per step, {gpu}",
+        "`vanilla`",
+        "a tenth of the draft's KV",
+        "`std`, 1,024 pairs",
+        "`ngram`",
+    ]
+    return markdown_table(header, lines)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -306,12 +355,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    predict = drafts if options.draft else prefill if options.prefill else None
-    print(
-        "\n\n".join(predict(options, gpu) for gpu in options.gpus)
-        if predict
-        else operators(options)
-    )
+    if options.draft:
+        tables = [drafts(options, gpu) for gpu in options.gpus]
+    elif options.prefill:
+        tables = [prefill(options, gpu) for gpu in options.gpus]
+    else:
+        tables = [operators(options)]
+    print("\n\n".join(tables))
     return 0
 
 

@@ -26,16 +26,16 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 import torch
@@ -62,6 +62,7 @@ from support.ruler.tables import difference_table, kl_table
 from support.summaries import grouped, mean_cell, percent_cell
 
 PRESETS = presets_of("ruler")
+T = TypeVar("T")
 
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
@@ -73,8 +74,8 @@ class Job(NamedTuple):
     """What one sample still has to be asked.
 
     Attributes:
-        same: what all its records share: model, dtype, task, num_tokens, index.
-        left: the rows by label, by number of hosts.
+        same: what all its records share: model, dtype, task, num_tokens and index.
+        left: the rows to ask, by number of hosts and by label.
     """
 
     same: dict
@@ -82,11 +83,13 @@ class Job(NamedTuple):
 
 
 class Sample:
-    """A task, which every row answers."""
+    """A task, which every row answers.
+
+    It is rendered in the chat template; the question and the answer's beginning are the query
+    block.
+    """
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, parts: ModelParts):
-        """Render the task in the chat template; the question and the answer's beginning are the
-        query block."""
         self._task = task
         self._tokenizer = tokenizer
         self.expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
@@ -104,40 +107,53 @@ class Sample:
     def answer(
         self, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]
     ) -> list[dict]:
-        """Answer by each row, ``full`` first of all, and return a record of each on host 0;
-        collective."""
+        """Answer by each row, and return a record of each on host 0; collective.
+
+        The first row of all is ``full``, with which the others are compared.
+        """
         parts = inspect_model(model)
-        found = []
         inputs = self._inputs(parts, hosts)
+        records = []
         for label, config in rows.items():
             began = time.monotonic()
             said, state = answer_greedily(parts, inputs, hosts, config, self._task.max_new_tokens)
             times = state.timer.summary(len(said))
-            compared = self._reference.compare(parts, state, self.expected, hosts)
+            comparison = self._reference.compare(parts, state, self.expected, hosts)
             if hosts.rank > 0:
                 continue
             text = self._tokenizer.decode(said, skip_special_tokens=True)
-            layout = state.layout
-            # RULER's string_match_all: the share of expected strings that the answer contains, in
-            # any case.
-            right = statistics.fmean(each.lower() in text.lower() for each in self._task.answers)
-            found.append(
-                {
-                    "label": label,
-                    "method": state.method,
-                    "anchor_len": layout.anchor_len if layout.is_split else None,
-                    "passing_len": layout.max_passed
-                    if layout.is_split
-                    else None,  # at most a block's length
-                    "said": text,
-                    "right": right,
-                    **compared,
-                    "ttft_ms": times["ttft_ms"],  # of simulated hosts on their clocks
-                    "seconds": time.monotonic()
-                    - began,  # on this machine, all hosts and the comparison
-                }
-            )
-        return found
+            anchor_len = None
+            passing_len = None
+            if state.layout.is_split:
+                anchor_len = state.layout.anchor_len
+                # At most a block's length.
+                passing_len = state.layout.max_passed
+            record = {
+                "label": label,
+                "method": state.method,
+                "anchor_len": anchor_len,
+                "passing_len": passing_len,
+                "said": text,
+                "right": self._share_of_answers(text),
+                **comparison,
+                # Of simulated hosts by their clocks.
+                "ttft_ms": times["ttft_ms"],
+                # On this machine, of all hosts, with the comparison.
+                "seconds": time.monotonic() - began,
+            }
+            records.append(record)
+        return records
+
+    def _share_of_answers(self, text: str) -> float:
+        """Return the share of expected strings that an answer contains, in any case.
+
+        This is RULER's string_match_all.
+        """
+        num_right = 0
+        for answer in self._task.answers:
+            if answer.lower() in text.lower():
+                num_right += 1
+        return num_right / len(self._task.answers)
 
     def find_pairs(
         self, hosts: HostGroup, model: PreTrainedModel, pairs: AnswersPairs, config: PrefillConfig
@@ -171,37 +187,53 @@ class Examinee:
         """Yield a record of every row that a job asks for.
 
         Raises:
-            ValueError: the task does not fit into its length.
+            InvalidRequestError: the task does not fit into its length.
         """
-        same, left = job
+        same = job.same
+        tokenizer = self._engine.tokenizer
         with self._hosts.local_stage("making a task"):
-            made = make_task(
-                same["task"], same["index"], same["num_tokens"], self._engine.tokenizer
-            )
-            sample = Sample(made, self._engine.tokenizer, inspect_model(self._engine.model))
-        for number, rows, wanted in with_reference(left, {"full": PrefillConfig(method="full")}):
-            for record in self._answer_all(sample, number, rows):
-                if record["label"] in wanted:
-                    times = {} if self._timed else {"ttft_ms": None}
-                    yield {"benchmark": "ruler", **same, "hosts": number, **record, **times}
+            task = make_task(same["task"], same["index"], same["num_tokens"], tokenizer)
+            sample = Sample(task, tokenizer, inspect_model(self._engine.model))
+        reference = {"full": PrefillConfig(method="full")}
+        for num_hosts, rows, labels_left in with_reference(job.left, reference):
+            for record in self._answer_all(sample, num_hosts, rows):
+                if record["label"] not in labels_left:
+                    continue
+                record = {"benchmark": "ruler", **same, "hosts": num_hosts, **record}
+                if not self._timed:
+                    record["ttft_ms"] = None
+                yield record
 
     def _answer_all(
-        self, sample: Sample, number: int, rows: dict[str, PrefillConfig]
+        self, sample: Sample, num_hosts: int, rows: dict[str, PrefillConfig]
     ) -> Iterator[dict]:
-        """Yield a record of each row, last of all of those that pass on other pairs."""
-        others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER))]
-        clock = {} if self._timed else {"clock": None}
-        ask = partial(run_on, number, self._hosts, self._engine.model, **clock)
-        if usual := {label: config for label, config in rows.items() if label not in others}:
-            yield from ask(partial(sample.answer, rows=usual))
-        for label in others:
-            pairs = AnswersPairs()
-            config = rows[label]
-            if label.endswith(OF_THE_ANSWER):
+        """Yield a record of each row; rows that pass on other pairs come last."""
+        usual_rows = {}
+        rows_of_other_pairs = {}
+        for label, config in rows.items():
+            if label.endswith((RANDOM, OF_THE_ANSWER)):
+                rows_of_other_pairs[label] = config
+            else:
+                usual_rows[label] = config
+        if usual_rows:
+            yield from self._run(num_hosts, partial(sample.answer, rows=usual_rows))
+        for label, config in rows_of_other_pairs.items():
+            if label.endswith(RANDOM):
+                passing_pairs = drawn()
+            else:
+                pairs = AnswersPairs()
+                find = partial(sample.find_pairs, pairs=pairs, config=config)
                 with pairs.finding(len(sample.expected)):
-                    ask(partial(sample.find_pairs, pairs=pairs, config=config))
-            with pairs.passing() if label.endswith(OF_THE_ANSWER) else drawn():
-                yield from ask(partial(sample.answer, rows={label: config}))
+                    self._run(num_hosts, find)
+                passing_pairs = pairs.passing()
+            with passing_pairs:
+                yield from self._run(num_hosts, partial(sample.answer, rows={label: config}))
+
+    def _run(self, num_hosts: int, job: Callable[[HostGroup, PreTrainedModel], T]) -> T:
+        """Run a job on a number of hosts; see :func:`support.exams.run_on`."""
+        if self._timed:
+            return run_on(num_hosts, self._hosts, self._engine.model, job)
+        return run_on(num_hosts, self._hosts, self._engine.model, job, clock=None)
 
 
 def dtype_of(options: argparse.Namespace, hosts: HostGroup) -> str:
@@ -209,20 +241,37 @@ def dtype_of(options: argparse.Namespace, hosts: HostGroup) -> str:
 
 
 def jobs_of(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[Job]:
-    """Yield what is left of all samples, one of every length and task before the next;
-    collective."""
-    about = ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
-    done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
+    """Yield what is left of all samples; collective.
+
+    One sample of every length and task comes before the next.
+
+    Args:
+        known: the records that are there, on host 0.
+    """
+    # What host 0 knows, for all hosts: the values that tell records apart.
+    names = ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
+    known_values = []
+    for record in known:
+        known_values.append([record[name] for name in names])
+    known_values = hosts.gather_json(known_values)[0]
+
+    dtype = dtype_of(options, hosts)
     for index, num_tokens, task in product(range(options.samples), options.tokens, options.tasks):
-        same = {"model": options.model, "dtype": dtype_of(options, hosts), "task": task}
-        same |= {"num_tokens": num_tokens, "index": index}
-        left = defaultdict(dict)
+        same = {
+            "model": options.model,
+            "dtype": dtype,
+            "task": task,
+            "num_tokens": num_tokens,
+            "index": index,
+        }
+        left: dict[int, dict[str, PrefillConfig]] = {}
         for label, config in rows_of(num_tokens).items():
-            for number in (
-                numbers_of_hosts(config.method, options, hosts) if label in options.rows else ()
-            ):
-                if [*same.values(), number, label] not in done:
-                    left[number][label] = config
+            if label not in options.rows:
+                continue
+            for num_hosts in numbers_of_hosts(config.method, options, hosts):
+                values = [options.model, dtype, task, num_tokens, index, num_hosts, label]
+                if values not in known_values:
+                    left.setdefault(num_hosts, {})[label] = config
         if left:
             yield Job(same, left)
 
@@ -231,44 +280,55 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     """Yield a record for every sample, row and number of hosts that is not known yet; collective.
 
     Raises:
-        ValueError: a task does not fit into a length, or several hosts were to start several
-            processes each.
+        InvalidRequestError: a task does not fit into a length, or several hosts were to start
+            several processes each.
     """
     if options.processes > 1 and hosts.size > 1:
-        raise ValueError("--processes share simulated hosts' machine: without torchrun")
+        raise InvalidRequestError("--processes share simulated hosts' machine: without torchrun")
     jobs = list(jobs_of(options, hosts, known))
     stop = math.inf if options.minutes is None else time.time() + 60 * options.minutes
-    answered = (
-        in_processes(options, jobs, stop)
-        if options.processes > 1
-        else in_turn(options, hosts, jobs, stop)
-    )
-    yield from chain.from_iterable(
-        tqdm(answered, total=len(jobs), unit="sample", disable=hosts.rank != 0 or None)
-    )
+    if options.processes > 1:
+        records_of_jobs = in_processes(options, jobs, stop)
+    else:
+        records_of_jobs = in_turn(options, hosts, jobs, stop)
+    # None: shown only in a terminal.
+    hides_progress = None if hosts.rank == 0 else True
+    for records in tqdm(records_of_jobs, total=len(jobs), unit="sample", disable=hides_progress):
+        yield from records
 
 
 def in_turn(
     options: argparse.Namespace, hosts: HostGroup, jobs: list[Job], stop: float
 ) -> Iterator[Iterable[dict]]:
-    """Yield the records of one job after the other, until a time."""
+    """Yield the records of one job after the other.
+
+    Args:
+        stop: the time after which no job begins, by host 0's ``time.time()``.
+    """
     examinee = Examinee(options, hosts, timed=True)
     for job in jobs:
-        if hosts.broadcast_ints([time.time() > stop], 1)[0]:
+        (is_over,) = hosts.broadcast_ints([time.time() > stop], 1)
+        if is_over:
             return
         yield examinee.answer(job)
 
 
 def in_processes(options: argparse.Namespace, jobs: list[Job], stop: float) -> Iterator[list[dict]]:
-    """Yield the records of jobs that processes answer at the same time, until a time, as they are
-    done."""
-    arguments = (options.processes, get_context("forkserver"), _begin, (options,))
-    with ProcessPoolExecutor(*arguments) as pool:
-        for done in as_completed([pool.submit(_answer, job, stop) for job in jobs]):
-            yield done.result()
+    """Yield the records of jobs that several processes answer, as they are done.
+
+    Args:
+        stop: the time after which no job begins, by ``time.time()``.
+    """
+    with ProcessPoolExecutor(
+        options.processes, get_context("forkserver"), initializer=_begin, initargs=(options,)
+    ) as pool:
+        futures = [pool.submit(_answer, job, stop) for job in jobs]
+        for future in as_completed(futures):
+            yield future.result()
 
 
-_examinee: Examinee | None = None  # of one of several processes
+# Of one of several processes.
+_examinee: Examinee | None = None
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -278,40 +338,62 @@ def _begin(options: argparse.Namespace) -> None:
 
 
 def _answer(job: Job, stop: float) -> list[dict]:
-    return [] if time.time() > stop else list(_examinee.answer(job))
+    if time.time() > stop:
+        return []
+    return list(_examinee.answer(job))
 
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:
-    """Print a row for every way over its samples, with the mean difference of each from ``full``'s
-    same sample."""
+    """Print the tables of records, and plot them.
+
+    The first table has a line for every row of every task, length and number of hosts, with its
+    mean difference from ``full`` on the same samples.
+    """
     records = [record for record in records if record["label"] in options.rows]
-    exact = {
-        (r["task"], r["num_tokens"], r["index"]): r["right"]
-        for r in records
-        if r["label"] == "full"
-    }
+    right_of_full = {}
+    for record in records:
+        if record["label"] == "full":
+            sample = (record["task"], record["num_tokens"], record["index"])
+            right_of_full[sample] = record["right"]
+
     lines = []
-    rows = grouped(records, "task", "num_tokens", "hosts", "label")
-    for (task, num_tokens, hosts, label), of_row in rows.items():
-        right = [record["right"] for record in of_row]
-        known = [
-            (r, exact[place]) for r in of_row if (place := (task, num_tokens, r["index"])) in exact
+    by_row = grouped(records, "task", "num_tokens", "hosts", "label")
+    for (task, num_tokens, hosts, label), records_of_row in by_row.items():
+        right = [record["right"] for record in records_of_row]
+        points = []
+        for record in records_of_row:
+            sample = (task, num_tokens, record["index"])
+            if sample in right_of_full:
+                points.append(100 * (record["right"] - right_of_full[sample]))
+        line = [
+            task,
+            num_tokens,
+            hosts,
+            label,
+            records_of_row[0]["anchor_len"] or "–",
+            records_of_row[0]["passing_len"] or "–",
+            len(right),
+            percent_cell(sum(right), len(right)),
+            mean_cell(points, "+.1f") if points else "",
+            mean_cell([record["kl"] for record in records_of_row], ".3f"),
+            f"{100 * mean_of(records_of_row, 'agrees'):.0f}",
         ]
-        points = [100 * (r["right"] - of_full) for r, of_full in known]
-        lengths = [of_row[0][name] or "–" for name in ("anchor_len", "passing_len")]
-        agrees = f"{100 * statistics.fmean(record['agrees'] for record in of_row):.0f}"
-        cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f") if points else ""]
-        cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
-        lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
-    header = (
-        "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    )
-    tables = [
-        markdown_table(header.split(","), lines),
-        kl_table(records),
-        difference_table(records),
+        lines.append(line)
+    header = [
+        "task",
+        "tokens",
+        "hosts",
+        "row",
+        "l_a",
+        "l_p",
+        "samples",
+        "% right",
+        "points to `full`",
+        "KL",
+        "same first choice (%)",
     ]
-    print(*tables, sep="\n\n", flush=True)
+    tables = [markdown_table(header, lines), kl_table(records), difference_table(records)]
+    print("\n\n".join(tables), flush=True)
     if options.plot:
         draw(options.plot, records)
 
@@ -324,45 +406,60 @@ def draw(path: Path, records: list[dict]) -> None:
 
 
 def curves_of(records: list[dict]) -> dict[str, Curves]:
-    """Return the plot's panels: the divergence by length for each number of hosts, and by TTFT at
-    one length.
+    """Return the plot's panels: the divergence by length, and by TTFT at one length.
 
-    A point is the mean over all samples of its row, as in :func:`support.ruler.tables.kl_table`.
-    Rows with no more than half as many samples as others at the same length are left out, and so is
-    ``full``. The last panel shows the length with times of most rows, on the largest number of
-    hosts.
+    There is a panel by length for each number of hosts. A point is the mean over all samples of its
+    row, as in :func:`support.ruler.tables.kl_table`. Rows with no more than half as many samples as
+    others at the same length are left out, and so is ``full``. The last panel shows the length with
+    times of most rows, on the largest number of hosts.
     """
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     approximate = [record for record in records if record["label"] != "full"]
-    for (hosts, num_tokens), of_place in sorted(
-        grouped(approximate, "hosts", "num_tokens").items()
-    ):
-        curves = panels.setdefault(f"tokens, {hosts} hosts", {})
-        for label, of_row in rows_with_most_samples(of_place).items():
-            curves.setdefault(label, []).append((num_tokens, mean_of(of_row, "kl")))
 
+    # By length.
+    by_place = grouped(approximate, "hosts", "num_tokens")
+    for hosts, num_tokens in sorted(by_place):
+        curves = panels.setdefault(f"tokens, {hosts} hosts", {})
+        rows = rows_with_most_samples(by_place[hosts, num_tokens])
+        for label, records_of_row in rows.items():
+            point = (num_tokens, mean_of(records_of_row, "kl"))
+            curves.setdefault(label, []).append(point)
+
+    # By TTFT.
     timed = [record for record in approximate if record.get("ttft_ms")]
     if timed:
         hosts = max(record["hosts"] for record in timed)
-        of_length = grouped(timed, "num_tokens")
-        (num_tokens,) = max(of_length, key=lambda length: len(grouped(of_length[length], "label")))
-        at_this_place = [
-            r for r in approximate if (r["num_tokens"], r["hosts"]) == (num_tokens, hosts)
-        ]
+        num_tokens = length_of_most_rows(timed)
         curves = panels.setdefault(f"TTFT in s, {num_tokens:,} tokens, {hosts} hosts", {})
-        for label, of_row in rows_with_most_samples(at_this_place).items():
-            with_time = [record for record in of_row if record.get("ttft_ms")]
+        rows = rows_with_most_samples(by_place.get((hosts, num_tokens), []))
+        for label, records_of_row in rows.items():
+            with_time = [record for record in records_of_row if record.get("ttft_ms")]
             if with_time:
-                curves[label] = [(mean_of(with_time, "ttft_ms") / 1e3, mean_of(of_row, "kl"))]
+                seconds = mean_of(with_time, "ttft_ms") / 1e3
+                curves[label] = [(seconds, mean_of(records_of_row, "kl"))]
     return panels
 
 
+def length_of_most_rows(records: list[dict]) -> int:
+    """Return the length that most rows have records of, the first of several."""
+    most_rows = 0
+    for (num_tokens,), records_of_length in grouped(records, "num_tokens").items():
+        num_rows = len(grouped(records_of_length, "label"))
+        if num_rows > most_rows:
+            most_rows = num_rows
+            length = num_tokens
+    return length
+
+
 def rows_with_most_samples(records: list[dict]) -> dict[str, list[dict]]:
-    """Return all records of the rows that have more than half as many samples as the row with
-    most."""
-    rows = {label: of_row for (label,), of_row in grouped(records, "label").items()}
-    most = max(map(len, rows.values()))
-    return {label: of_row for label, of_row in rows.items() if 2 * len(of_row) > most}
+    """Return the records of rows with more than half as many samples as the row with most."""
+    by_row = grouped(records, "label")
+    most = max(len(records_of_row) for records_of_row in by_row.values())
+    chosen = {}
+    for (label,), records_of_row in by_row.items():
+        if 2 * len(records_of_row) > most:
+            chosen[label] = records_of_row
+    return chosen
 
 
 def mean_of(records: list[dict], name: str) -> float:
@@ -371,7 +468,8 @@ def mean_of(records: list[dict], name: str) -> float:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("ruler", __doc__, {"tasks": TASKS, "rows": rows_of(1)}).parse_args(arguments)
+    parser = parser_of("ruler", __doc__, {"tasks": TASKS, "rows": rows_of(1)})
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,21 +1,21 @@
-"""Estimate scaling to more hosts than available, with simulated hosts or a cost model of FLOPs,
-bytes and memory.
+"""Estimate scaling to more hosts than available, by simulated hosts or a cost model.
 
     python benchmarks/scaling.py plan --model qwen2.5-vl-3b --frames 64 --resolution 1440p --explain
     python benchmarks/scaling.py plan --tokens 32768 131072 1048576 --hosts 2 8 64
     python benchmarks/scaling.py simulate --tokens 131072 --hosts 8 --json scaling.jsonl
 
-plan      evaluates the cost model for any Hugging Face config and any number of tokens and hosts.
+plan      evaluates the cost model of FLOPs, bytes and memory for any Hugging Face config and any
+          number of tokens and hosts.
 simulate  computes every host's share, one after the other (support.simulated), several times, and
-compares the
-          speedup over full attention at each host's mean pace with the cost model's ratio of FLOPs.
+          compares the speedup over full attention at each host's mean pace with the cost model's
+          ratio of FLOPs.
 """
 
 import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -43,51 +43,58 @@ def prompt_of(
     if num_tokens is not None:
         return num_tokens, 0, num_tokens - options.query_len, None
     config = config_of(options.model)
-    start = PREFIX_LEN + 1
-    frames, down, across = patch_grid(options.frames, *parse_resolution(options.resolution))
-    frame_tokens = down // MERGE * (across // MERGE)
-    if config.model_type == "internvl":  # which resizes all frames to one size
+    if config.model_type == "internvl":
+        # It resizes all frames to one size.
         frames = options.frames
         frame_tokens = config.image_seq_length
-    visual = range(start, start + frames * frame_tokens)
-    return visual.stop + 1 + options.query_len, start, visual.stop, Video(visual, frames)
+    else:
+        height, width = parse_resolution(options.resolution)
+        frames, down, across = patch_grid(options.frames, height, width)
+        frame_tokens = down // MERGE * (across // MERGE)
+    # One token marks the start of the video, and one its end.
+    start = PREFIX_LEN + 1
+    stop = start + frames * frame_tokens
+    num_tokens = stop + 1 + options.query_len
+    return num_tokens, start, stop, Video(range(start, stop), frames)
 
 
 def plan(options: argparse.Namespace) -> Iterator[dict]:
     """Predict every method on every number of hosts; full attention is one host's."""
     shape = Shape.from_config(config_of(options.model))
-    split = [method for method in options.methods if method != "full"]
-    runs = [(1, "full")] * ("full" in options.methods) + list(
-        itertools.product(options.hosts, split)
-    )
+    runs = []
+    if "full" in options.methods:
+        runs.append((1, "full"))
+    for hosts, method in itertools.product(options.hosts, options.methods):
+        if method != "full":
+            runs.append((hosts, method))
     for num_tokens in options.tokens or [None]:
         prompt = prompt_of(options, num_tokens)
-        _, alone = cost_of_prompt(shape, 1, prompt, FULL)
+        _, full_costs = cost_of_prompt(shape, 1, prompt, FULL)
         for hosts, method in runs:
-            settings = replace(prefill_config(options), method=method)
-            layout, costs = cost_of_prompt(shape, hosts, prompt, settings, options.density)
+            config = replace(prefill_config(options), method=method)
+            layout, costs = cost_of_prompt(shape, hosts, prompt, config, options.density)
             if options.explain:
-                print(explain(method, layout, costs, alone), end="\n\n")
+                print(explain(method, layout, costs, full_costs), end="\n\n")
             yield {
                 "benchmark": "scaling",
                 "kind": "plan",
                 "method": method,
                 "hosts": hosts,
                 "num_input_tokens": prompt[0],
-                "reduce": settings.reduce and asdict(settings.reduce),
+                "reduce": None if config.reduce is None else asdict(config.reduce),
                 **fields_of(options, "model", "density"),
                 **fields_of(layout, "anchor_len", "passing_len"),
-                "flop_ratio": flop_ratio(alone, costs),
-                "received_bytes": max(sum(host.received.values()) for host in costs),
-                "kv_bytes": max(host.kv_bytes for host in costs),
+                "flop_ratio": flop_ratio(full_costs, costs),
+                "received_bytes": max(host_cost.received.total() for host_cost in costs),
+                "kv_bytes": max(host_cost.kv_bytes for host_cost in costs),
             }
 
 
 def simulate(options: argparse.Namespace) -> Iterator[dict]:
     """Measure every method on simulated hosts, and compare with the cost model."""
-    ways = list(itertools.product(options.hosts, options.methods))
-    num_runs = 1 + len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
-    bench = Bench(options, HostGroup.single(), num_runs)
+    runs = list(itertools.product(options.hosts, options.methods))
+    num_prefills = options.full_rounds + len(runs) * (options.rounds + 1)
+    bench = Bench(options, HostGroup.single(), 1 + len(options.tokens) * num_prefills)
     shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
     full = Case("full", FULL)
     # The first forward pass also sets up what later ones reuse.
@@ -96,30 +103,24 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
         job = bench.prepare(Workload(tokens=num_tokens))
         prompt = prompt_of(options, num_tokens)
         full_ms = [prefill_ms(bench.run(full, job)) for _ in range(options.full_rounds)]
-        _, alone = cost_of_prompt(shape, 1, prompt, FULL)
-        for number, method in ways:
-            case = Case(method, replace(prefill_config(options), method=method), number)
+        _, full_costs = cost_of_prompt(shape, 1, prompt, FULL)
+        for num_hosts, method in runs:
+            case = Case(method, replace(prefill_config(options), method=method), num_hosts)
             samples = [bench.run(case, job) for _ in range(options.rounds)]
             # On a noisy machine the slowest host before an exchange is mostly the unluckiest one,
-            # so that the last run is at each host's mean pace: every stretch of computing is
-            # averaged over its runs.
-            paces = [
-                [
-                    Lap(*map(statistics.mean, zip(*stretch, strict=True)))
-                    for stretch in zip(*laps, strict=True)
-                ]
-                for laps in zip(*(sample["laps"] for sample in samples), strict=True)
-            ]
+            # so that the last run is at each host's mean pace.
+            paces = mean_paces([sample["laps"] for sample in samples])
             last = bench.run(case, job, paces)
             speedup = statistics.mean(full_ms) / prefill_ms(last)
-            ratio = flop_ratio(alone, cost_of_prompt(shape, number, prompt, case.config)[1])
+            _, costs = cost_of_prompt(shape, num_hosts, prompt, case.config)
+            ratio = flop_ratio(full_costs, costs)
             yield {
                 "benchmark": "scaling",
                 "kind": "simulate",
                 "simulated": True,
                 "model": options.model,
                 "method": method,
-                "hosts": number,
+                "hosts": num_hosts,
                 "threads_per_host": bench.threads,
                 "network": {"link": asdict(bench.network)},
                 "num_input_tokens": num_tokens,
@@ -133,7 +134,28 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
             }
 
 
+def mean_paces(laps_of_runs: Sequence[Sequence[Sequence[Lap]]]) -> list[list[Lap]]:
+    """Average every lap of every host over runs of the same job.
+
+    Args:
+        laps_of_runs: laps by run and by host.
+
+    Returns:
+        laps by host.
+    """
+    paces = []
+    for laps_of_host in zip(*laps_of_runs, strict=True):
+        pace = []
+        for same_laps in zip(*laps_of_host, strict=True):
+            cpu = statistics.mean([lap.cpu for lap in same_laps])
+            gpu = statistics.mean([lap.gpu for lap in same_laps])
+            pace.append(Lap(cpu, gpu))
+        paces.append(pace)
+    return paces
+
+
 def prefill_ms(figures: dict) -> float:
+    """Return the milliseconds of the language model's prefill."""
     return figures["stages_ms"]["prefill"]
 
 
@@ -151,10 +173,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    measure = {"plan": plan, "simulate": simulate}[options.kind]
-    return run_on_hosts(
-        lambda _: report(options, measure(options), columns_of(f"scaling {options.kind}"))
-    )
+
+    def run(hosts: HostGroup) -> None:
+        records = plan(options) if options.kind == "plan" else simulate(options)
+        report(options, records, columns_of(f"scaling {options.kind}"))
+
+    return run_on_hosts(run)
 
 
 if __name__ == "__main__":

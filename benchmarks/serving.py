@@ -28,10 +28,11 @@ import json
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -109,17 +110,19 @@ class Way:
     speculate: str | None = None
 
     def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
-        """Send all requests: each client its next after an answer, or by a Poisson process of the
-        rate."""
+        """Send all requests, and return the answers.
+
+        Each client sends its next request after an answer, or requests arrive by a Poisson process.
+        """
         random = Random(0)
-        answers = []
+        futures = []
         with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
             for _ in range(options.requests):
                 arrived = time.perf_counter() if self.rate else None
-                answers.append(pool.submit(ask_server, port, options, arrived))
+                futures.append(pool.submit(ask_server, port, options, arrived))
                 if self.rate:
                     time.sleep(random.expovariate(self.rate))
-            return [answer.result() for answer in answers]
+            return [future.result() for future in futures]
 
 
 def ask_a_server(
@@ -134,13 +137,19 @@ def ask_a_server(
     Returns:
         For each way the answers, and the seconds that they took all together; on host 0.
     """
-    folder = Path(options.video or ".").resolve().parent
-    limits = {"max_frames": options.frames}
-    limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
+    settings = ServerSettings(
+        model="benchmark",
+        media_dir=Path(options.video or ".").resolve().parent,
+        max_frames=options.frames,
+        max_queue=options.requests,
+        max_running=ways[0].max_running,
+    )
     measured: list[tuple[Way, list[Answer], float]] = []
 
     def ask(port: int) -> None:
-        ask_server(port, options)  # a warm-up
+        # Warm up.
+        ask_server(port, options)
+        # Measure.
         for way in ways:
             began = time.perf_counter()
             answers = way.ask(port, options)
@@ -151,9 +160,7 @@ def ask_a_server(
 
     decode_hosts = min(ways[0].decode_hosts or hosts.size, engine.num_decode_hosts)
     with mock.patch.object(Engine, "num_decode_hosts", decode_hosts):
-        serve_while(
-            engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask
-        )
+        serve_while(engine, hosts, settings, ask)
     return measured
 
 
@@ -175,86 +182,127 @@ def ask_a_batch(
         run_worker(engine, hosts, settings)
         return [], 0.0
     with TemporaryDirectory() as folder:
-        asked = Path(folder, "requests.jsonl")
-        out = Path(folder, "answers.jsonl")
-        line = {"method": "POST", "url": "/v1/chat/completions", "body": request_of(options)}
-        lines = [
-            json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)
-        ]
-        asked.write_text("\n".join(lines))
-        with closing(Answers(out)) as answers:
-            batch = Batch(Requests(asked), answers, settings, lambda _: None)
-            with TestCase().assertLogs(report.__module__, logging.INFO) as logged:
+        # Write the requests.
+        requests_file = Path(folder, "requests.jsonl")
+        answers_file = Path(folder, "answers.jsonl")
+        body = request_of(options)
+        lines = []
+        for number in range(options.requests):
+            request = {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
+            lines.append(json.dumps(request))
+        requests_file.write_text("\n".join(lines))
+
+        # Answer them. The server's log has the times.
+        with closing(Answers(answers_file)) as answers:
+            batch = Batch(Requests(requests_file), answers, settings, _ignore)
+            with TestCase().assertLogs(report.__module__, logging.INFO) as log:
                 run_worker(engine, hosts, settings, batch.open)
-        seconds = batch.seconds
-        bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
-    if any(
-        "error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies
-    ):
-        raise ValueError("the batch is not answered as by the engine")
-    num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
-    # Of each request, when it had finished.
-    told = [getattr(record, FIELDS) for record in logged.records]
-    times = [(each["time_to_first_token_seconds"], each["total_seconds"]) for each in told]
-    return [
-        Answer(*each, expected, number) for each, number in zip(times, num_tokens, strict=True)
-    ], seconds
+
+        # Check the answers.
+        num_tokens = []
+        for line in answers_file.read_text().splitlines():
+            body = json.loads(line)["response"]["body"]
+            if "error" in body or body["choices"][0]["message"]["content"] != expected:
+                raise ValueError("the batch is not answered as by the engine")
+            num_tokens.append(body["usage"]["completion_tokens"])
+
+    # The log has a record of each request, from when it had finished.
+    answers = []
+    for log_record, count in zip(log.records, num_tokens, strict=True):
+        fields = getattr(log_record, FIELDS)
+        answers.append(
+            Answer(fields["time_to_first_token_seconds"], fields["total_seconds"], expected, count)
+        )
+    return answers, batch.seconds
+
+
+def _ignore(_: object) -> None:
+    """Do nothing with a batch's progress."""
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Measure the engine and the servers; yield the records, on host 0."""
-    configs = {
-        name: SpeculativeConfig(strategy=name) for name in options.speculate if name != "off"
-    }
-    built = build_ways(options, configs, hosts)
-    engines = {each.label: each.engine for each in built} | {"off": built[0].engine}
-    ask_engine(engines["off"], options)  # a warm-up
+    # The engines, by strategy.
+    configs = {}
+    for name in options.speculate:
+        if name != "off":
+            configs[name] = SpeculativeConfig(strategy=name)
+    autoregressive, *with_draft = build_ways(options, configs, hosts)
+    engines = {"off": autoregressive.engine}
+    for decoding in with_draft:
+        engines[decoding.label] = decoding.engine
+
+    # The engine alone, after a warm-up. It takes longest, and is asked an eighth as often.
+    ask_engine(engines["off"], options)
     began = time.perf_counter()
-    # It takes longest.
     alone = [ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))]
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
-    loads = [{"rate": rate} for rate in options.rate] or [
-        {"concurrency": each} for each in options.concurrency
-    ]
-    measured: dict[Way, tuple[list[Answer], float]] = {}
-    servers = options.speculate, options.decode_hosts or [None], options.max_running or [None]
+    expected = alone[0].text
+
+    # The servers and batches in turn, round after round.
+    answers_of: dict[Way, list[Answer]] = defaultdict(list)
+    seconds_of: dict[Way, float] = defaultdict(float)
     for _ in range(options.rounds):
-        figures = []
-        for speculate, decode_hosts, most in itertools.product(*servers):
-            ways = [
-                Way(
-                    "server",
-                    max_running=most,
-                    decode_hosts=decode_hosts,
-                    speculate=speculate,
-                    **load,
-                )
-                for load in loads
-            ]
-            figures += ask_a_server(engines[speculate], hosts, ways, alone[0].text, options)
-        for speculate in options.speculate if options.batch else ():
-            way = Way("batch", speculate=speculate)
-            figures.append((way, *ask_a_batch(engines[speculate], hosts, alone[0].text, options)))
-        for way, answers, seconds in figures:
-            before, past = measured.get(way, ([], 0.0))
-            measured[way] = [*before, *answers], past + seconds
+        measured = []
+        for ways in servers_of(options):
+            engine = engines[ways[0].speculate]
+            measured += ask_a_server(engine, hosts, ways, expected, options)
+        if options.batch:
+            for speculate in options.speculate:
+                answers, seconds = ask_a_batch(engines[speculate], hosts, expected, options)
+                measured.append((Way("batch", speculate=speculate), answers, seconds))
+        for way, answers, seconds in measured:
+            answers_of[way] += answers
+            seconds_of[way] += seconds
     if hosts.is_leader:
-        yield from (record(options, hosts, way, *each) for way, each in measured.items())
+        for way, answers in answers_of.items():
+            yield record(options, hosts, way, answers, seconds_of[way])
+
+
+def servers_of(options: argparse.Namespace) -> Iterator[list[Way]]:
+    """Yield for each server the ways in which it is asked, which differ in the load alone."""
+    for speculate, decode_hosts, max_running in itertools.product(
+        options.speculate, options.decode_hosts or [None], options.max_running or [None]
+    ):
+        server = Way(
+            "server",
+            max_running=max_running,
+            decode_hosts=decode_hosts,
+            speculate=speculate,
+        )
+        if options.rate:
+            yield [replace(server, rate=rate) for rate in options.rate]
+        else:
+            yield [replace(server, concurrency=count) for count in options.concurrency]
 
 
 def record(
     options: argparse.Namespace, hosts: HostGroup, way: Way, answers: list[Answer], seconds: float
 ) -> dict:
-    """Return a JSON-ready record."""
-    samples = {
-        "ttft_ms": [answer.first_token * 1e3 for answer in answers],
-        "tpot_ms": [(a.end - a.first_token) * 1e3 / max(a.num_tokens - 1, 1) for a in answers],
-        "latency_ms": [answer.end * 1e3 for answer in answers],
-    }
-    in_time = [
-        ttft <= options.limits[0] and tpot <= options.limits[1]
-        for ttft, tpot in zip(samples["ttft_ms"], samples["tpot_ms"], strict=True)
-    ]
+    """Return a JSON-ready record.
+
+    Args:
+        seconds: that all answers took together.
+    """
+    max_ttft_ms, max_tpot_ms = options.limits
+    samples = {"ttft_ms": [], "tpot_ms": [], "latency_ms": []}
+    num_in_time = 0
+    num_tokens = 0
+    for answer in answers:
+        ttft_ms = answer.first_token * 1e3
+        # The first token has a time of its own.
+        tpot_ms = (answer.end - answer.first_token) * 1e3 / max(answer.num_tokens - 1, 1)
+        samples["ttft_ms"].append(ttft_ms)
+        samples["tpot_ms"].append(tpot_ms)
+        samples["latency_ms"].append(answer.end * 1e3)
+        num_tokens += answer.num_tokens
+        if ttft_ms <= max_ttft_ms and tpot_ms <= max_tpot_ms:
+            num_in_time += 1
     return {
         "benchmark": "serving",
         **fields_of(options, "model", "scale"),
@@ -263,10 +311,12 @@ def record(
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
-        "goodput": sum(in_time) / seconds,
+        "goodput": num_in_time / seconds,
         "limits_ms": options.limits,
-        "output_throughput": sum(answer.num_tokens for answer in answers) / seconds,
-        **{name: percentiles(values) for name, values in samples.items()},
+        "output_throughput": num_tokens / seconds,
+        "ttft_ms": percentiles(samples["ttft_ms"]),
+        "tpot_ms": percentiles(samples["tpot_ms"]),
+        "latency_ms": percentiles(samples["latency_ms"]),
         "samples": samples,
     }
 

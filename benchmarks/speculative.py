@@ -30,10 +30,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv.decode.answer import begin_answer
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from tqdm import tqdm
@@ -55,84 +58,105 @@ PRESETS = presets_of("speculative")
 
 
 def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
-    """Return a preset's ways by label, at a share of visual tokens kept where they do not have
-    their own."""
-    found = {}
+    """Return a preset's ways by label.
+
+    Args:
+        keep_ratio: the share of visual tokens kept by ways that do not say how many they keep.
+    """
+    configs = {}
     for label, settings in PRESETS[preset].items():
-        prunes_some = (
-            prunes(SpeculativeConfig(strategy=settings["strategy"]))
-            and "keep_tokens" not in settings
-        )
-        amount = {"keep_ratio": keep_ratio} if prunes_some else {}
-        terms = {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
-        found[label] = SpeculativeConfig(**settings | amount | terms)
-    return found
+        fields = dict(settings)
+        if prunes(SpeculativeConfig(strategy=fields["strategy"])) and "keep_tokens" not in fields:
+            fields["keep_ratio"] = keep_ratio
+        if "hippo_terms" in fields:
+            fields["hippo_terms"] = tuple(fields["hippo_terms"])
+        configs[label] = SpeculativeConfig(**fields)
+    return configs
 
 
 def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
     """Return the requested ways by label."""
     if options.preset is not None:
         return configs_of(options.preset, options.keep_ratio[0])
-    sizes = {f"{ratio}": {"keep_ratio": ratio} for ratio in options.keep_ratio}
+    # How many visual tokens a draft that prunes keeps, by what a label says of it.
+    sizes = {}
     if options.keep_tokens:
-        sizes = {f"{count} tokens": {"keep_tokens": count} for count in options.keep_tokens}
-    found = {}
+        for count in options.keep_tokens:
+            sizes[f"{count} tokens"] = {"keep_tokens": count}
+    else:
+        for ratio in options.keep_ratio:
+            sizes[f"{ratio}"] = {"keep_ratio": ratio}
+    whole = {"": {}}
+    configs = {}
     for strategy in options.strategies:
-        for name in options.keep if strategy == "specvlm" else [None]:
-            way = {"strategy": strategy, "keep": name}
-            is_pruned = prunes(SpeculativeConfig(**way))
-            for size, kept in sizes.items() if is_pruned else [("", {})]:
-                for prune in (
-                    options.prune
-                    if is_pruned and not STRATEGIES[strategy].runs_target
-                    else ["prompt"]
-                ):
-                    for gamma in options.num_draft_tokens:
-                        kinds = [
-                            strategy,
-                            name,
-                            size,
-                            prune if prune != "prompt" else None,
-                            f"γ = {gamma}",
-                        ]
-                        config = SpeculativeConfig(
-                            **way, **kept, prune=prune, num_draft_tokens=gamma
-                        )
-                        found[", ".join(kind for kind in kinds if kind)] = config
-    return found
+        policies = options.keep if strategy == "specvlm" else [None]
+        for policy in policies:
+            is_pruned = prunes(SpeculativeConfig(strategy=strategy, keep=policy))
+            prunings = ["prompt"]
+            if is_pruned and not STRATEGIES[strategy].runs_target:
+                prunings = options.prune
+            sizes_of_way = sizes if is_pruned else whole
+            for (size, kept), pruning, gamma in product(
+                sizes_of_way.items(), prunings, options.num_draft_tokens
+            ):
+                shown_pruning = None if pruning == "prompt" else pruning
+                names = [strategy, policy, size, shown_pruning, f"γ = {gamma}"]
+                label = ", ".join(name for name in names if name)
+                configs[label] = SpeculativeConfig(
+                    strategy=strategy, keep=policy, prune=pruning, num_draft_tokens=gamma, **kept
+                )
+    return configs
 
 
 def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[str, dict]]:
-    """Yield (task, what ``Engine.generate`` gets); of several questions of a task about a clip, the
-    first."""
+    """Yield (task, arguments of ``Engine.generate``).
+
+    Of several questions of a task about a clip it is the first.
+    """
     if options.prompts:
-        for given in read_records([options.prompts]):
-            folder = options.prompts.parent
-            asked = {"prompt": given["prompt"]}
-            if "context" in given:
-                text = "\n".join(
-                    (folder / path).read_text(encoding="utf-8") for path in given["context"]
-                )
-                asked["context"] = text[: given.get("characters")]
-            elif "image" in given:
-                names = given["image"]
-                files = [names] if isinstance(names, str) else names
-                asked["images"] = [folder / name for name in files]
-            else:
-                asked["video"] = folder / given["video"]
-            yield given["task"], asked
+        for entry in read_records([options.prompts]):
+            yield entry["task"], request_of(entry, options.prompts.parent)
         return
     exam = Exam.of(options, tuple(options.tasks))
     for seed in range(options.clips):
         file = exam.file(seed, hosts)
-        asked = dict(reversed([(task, question) for task, question, _ in exam.questions(seed)]))
+        prompts: dict[str, str] = {}
+        for task, question, _ in exam.questions(seed):
+            prompts.setdefault(task, question)
+        num_frames = probe(file).num_frames
         for task in options.tasks:
-            yield task, {"prompt": asked[task], "video": file, "num_frames": probe(file).num_frames}
+            yield task, {"prompt": prompts[task], "video": file, "num_frames": num_frames}
+
+
+def request_of(entry: dict, folder: Path) -> dict:
+    """Return a line of a file of prompts as arguments of ``Engine.generate``.
+
+    Args:
+        folder: of the file, to which paths are relative.
+    """
+    request = {"prompt": entry["prompt"]}
+    if "context" in entry:
+        texts = [(folder / path).read_text(encoding="utf-8") for path in entry["context"]]
+        request["context"] = "\n".join(texts)[: entry.get("characters")]
+    elif "image" in entry:
+        names = entry["image"]
+        if isinstance(names, str):
+            names = [names]
+        request["images"] = [folder / name for name in names]
+    else:
+        request["video"] = folder / entry["video"]
+    return request
 
 
 class Together(NamedTuple):
-    """Answers that were decoded in one batch: their tokens, their drafts' metrics, and the seconds
-    of decoding."""
+    """Answers that were decoded in one batch.
+
+    Attributes:
+        prompt_lens: tokens of the prompts.
+        tokens: the answers.
+        figures: metrics of their drafts; None of an answer without one.
+        seconds: of decoding.
+    """
 
     prompt_lens: list[int]
     tokens: list[list[int]]
@@ -144,46 +168,64 @@ def decode_together(
     engine: Engine, batch: Batch, questions: Sequence[dict], max_new_tokens: int
 ) -> Together:
     """Prefill questions, and decode their answers in a batch, on host 0; collective."""
+    # Prefill.
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    begun = [
-        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling))
-        for given in questions
-    ]
+    prefilled = []
+    for question in questions:
+        request = Request(Question(**question), StageTimer(engine.hosts), sampling=sampling)
+        prefilled.append(engine.begin(request))
+
+    # Decode.
     began = time.perf_counter()
+    members = []
+    prompt_lens = []
     with engine.attention():
-        members = [
-            batch.join(begin_answer(engine.parts, state, read.request), draft)
-            for read, state, draft in begun
-            if engine.hosts.is_leader
-        ]
-        prompt_lens = [member.answer.prompt_len for member in members]
+        if engine.hosts.is_leader:
+            for read, state, draft in prefilled:
+                answer = begin_answer(engine.parts, state, read.request)
+                member = batch.join(answer, draft)
+                members.append(member)
+                prompt_lens.append(member.answer.prompt_len)
         while len(batch):
             batch.step()
     seconds = time.perf_counter() - began
-    return Together(
-        prompt_lens,
-        [each.tokens for each in members],
-        [each.summary() for each in members],
-        seconds,
-    )
+    tokens = [member.tokens for member in members]
+    figures = [member.summary() for member in members]
+    return Together(prompt_lens, tokens, figures, seconds)
 
 
 def batch_records(
     options: argparse.Namespace, ways: Sequence[Way], questions: Sequence[dict]
 ) -> Iterator[dict]:
-    """Answer questions in one batch, in all ways in turn, after a warm-up; yield a record per way,
-    on host 0."""
-    engines = [(way.engine, way.engine.batch()) for way in ways]
-    rounds = [
-        [decode_together(*each, questions, options.max_new_tokens) for each in engines]
-        for _ in range(1 + options.rounds)
-    ]
-    measured = list(zip(*rounds[1:], strict=True)) if engines[0][0].hosts.is_leader else []
-    for way, runs in zip(ways, measured, strict=False):
-        figures = [each for run in runs for each in run.figures if each]
-        drafted = sum(each["num_drafted"] for each in figures)
+    """Answer questions in one batch, in all ways in turn, after a warm-up.
+
+    It yields a record per way, on host 0.
+    """
+    # Measure, after a first round that warms up.
+    batches = [way.engine.batch() for way in ways]
+    runs_of_ways: list[list[Together]] = [[] for _ in ways]
+    for number in range(1 + options.rounds):
+        for way, batch, runs in zip(ways, batches, runs_of_ways, strict=True):
+            run = decode_together(way.engine, batch, questions, options.max_new_tokens)
+            if number > 0:
+                runs.append(run)
+    if not ways[0].engine.hosts.is_leader:
+        return
+
+    # Make the records; the first way has no draft.
+    expected = [run.tokens for run in runs_of_ways[0]]
+    plain_seconds = sum(run.seconds for run in runs_of_ways[0])
+    for way, runs in zip(ways, runs_of_ways, strict=True):
         seconds = sum(run.seconds for run in runs)
-        new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
+        new_tokens = 0
+        num_drafted = 0
+        num_accepted = 0
+        for run in runs:
+            new_tokens += sum(len(tokens) for tokens in run.tokens)
+            for figures in run.figures:
+                if figures:
+                    num_drafted += figures["num_drafted"]
+                    num_accepted += figures["num_accepted"]
         yield {
             "benchmark": "batch_speculative",
             "label": way.label,
@@ -191,13 +233,11 @@ def batch_records(
             "num_input_tokens": statistics.mean(runs[0].prompt_lens),
             "answers": len(questions),
             "new_tokens": new_tokens,
-            "identical": [run.tokens for run in runs] == [run.tokens for run in measured[0]],
-            "acceptance_rate": sum(each["num_accepted"] for each in figures) / drafted
-            if drafted
-            else None,
-            "drafted_per_token": drafted / new_tokens,
+            "identical": [run.tokens for run in runs] == expected,
+            "acceptance_rate": num_accepted / num_drafted if num_drafted else None,
+            "drafted_per_token": num_drafted / new_tokens,
             "tokens_per_s": new_tokens / seconds,
-            "speedup": sum(run.seconds for run in measured[0]) / seconds,
+            "speedup": plain_seconds / seconds,
             "samples": {"seconds": [run.seconds for run in runs]},
         }
 
@@ -208,23 +248,29 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
         new_tokens = sum(len(stats["token_ids"]) for stats in alone)
         # The first token of every answer comes out of the prefill.
         forwards = new_tokens - len(alone)
-        decode_ms = sum(s["stages_ms"]["decode"] for s in alone)
-        total_ms = sum(s["total_ms"] for s in alone)
+        decode_ms = sum(stats["stages_ms"]["decode"] for stats in alone)
+        total_ms = sum(stats["total_ms"] for stats in alone)
         target_ms = decode_ms / max(1, forwards)
-        is_whole = options.reuse == "off"  # else the ways' prefills are not alike
+        expected = [stats["token_ids"] for stats in alone]
         for way in ways:
             runs = way.stats[task]
-            identical = all(
-                a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True)
-            )
+            identical = [stats["token_ids"] for stats in runs] == expected
             times = {
                 "decode_ms": [stats["stages_ms"]["decode"] for stats in runs],
                 "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in runs],
                 "total_ms": [stats["total_ms"] for stats in runs],
             }
-            figures = (
-                None if way.config is None else speculation(way.config, runs, target_ms, forwards)
-            )
+            # A way whose answers differ has no speed.
+            decode_speedup = None
+            end_to_end_speedup = None
+            if identical:
+                decode_speedup = decode_ms / sum(times["decode_ms"])
+                # With --reuse the ways' prefills are not alike.
+                if options.reuse == "off":
+                    end_to_end_speedup = total_ms / sum(times["total_ms"])
+            figures = None
+            if way.config is not None:
+                figures = speculation(way.config, runs, target_ms, forwards)
             yield {
                 "benchmark": "speculative",
                 "label": way.label,
@@ -237,10 +283,8 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
                 "identical": identical,
                 **times,
                 "target_ms_per_token": target_ms,
-                "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
-                "end_to_end_speedup": total_ms / sum(times["total_ms"])
-                if identical and is_whole
-                else None,
+                "decode_speedup": decode_speedup,
+                "end_to_end_speedup": end_to_end_speedup,
                 "speculation": figures,
             }
 
@@ -259,21 +303,33 @@ def speculation(
         values = [stats["speculation"][name] for stats in runs]
         return None if None in values else sum(values)
 
-    drafted, accepted, rounds = (total(name) for name in ("num_drafted", "num_accepted", "rounds"))
-    # A draft host writes more tokens than are ever verified.
+    drafted = total("num_drafted")
+    accepted = total("num_accepted")
+    rejections = total("num_rejections")
+    rounds = total("rounds")
+
+    # The costs of a drafted token. A draft host writes more tokens than are ever verified.
     written = total("num_written") if config.draft_host else drafted
-    seconds = total("draft_seconds")
-    draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
-    ratio = target_ms / draft_ms if draft_ms else None
-    in_a_row = accepted / (total("num_rejections") + len(runs))
+    draft_seconds = total("draft_seconds")
+    draft_ms = None
+    if draft_seconds is not None:
+        draft_ms = 1e3 * draft_seconds / max(1, written)
+    ratio = None
+    if draft_ms:
+        ratio = target_ms / draft_ms
+
+    # What they gain.
+    in_a_row = accepted / (rejections + len(runs))
     per_forward = num_tokens / max(1, total("num_target_forwards"))
-    gamma = drafted / max(1, rounds)  # a lookup may find fewer tokens than requested
+    # A lookup may find fewer tokens than requested.
+    gamma = drafted / max(1, rounds)
     predicted = None
-    if ratio and config.draft_host:  # Theorem 6 takes the chance that one more token is accepted
-        predicted = beside_speedup(
-            gamma, ratio, accepted / max(1, accepted + total("num_rejections"))
-        )
-    elif ratio:  # Theorem 4 the share of accepted tokens
+    if ratio and config.draft_host:
+        # Theorem 6 takes the chance that one more token is accepted.
+        chance = accepted / max(1, accepted + rejections)
+        predicted = beside_speedup(gamma, ratio, chance)
+    elif ratio:
+        # Theorem 4 takes the share of accepted tokens.
         predicted = in_turn_speedup(gamma, ratio, accepted / max(1, drafted))
     return {
         "config": asdict(config),
@@ -289,8 +345,9 @@ def speculation(
 
 
 def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
-    """Predict what drafting and verifying in turn gains over autoregressive decoding (ParallelVLM,
-    Theorem 4).
+    """Predict what drafting and verifying in turn gains over autoregressive decoding.
+
+    This is ParallelVLM's Theorem 4.
 
     Args:
         gamma: tokens drafted per round.
@@ -301,58 +358,72 @@ def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
 
 
 def beside_speedup(gamma: float, c: float, tau: float) -> float:
-    """Predict what drafting while verifying gains, with the rounds that rejections cost (Theorem 6,
-    Lemma 1)."""
+    """Predict what drafting while verifying gains, with the rounds that rejections cost.
+
+    These are ParallelVLM's Theorem 6 and Lemma 1; see :func:`in_turn_speedup`.
+    """
     accepted = gamma if tau == 1 else tau * (1 - tau**gamma) / (1 - tau)
     return c * (1 + tau**gamma) * accepted / (2 * max(gamma, c))
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Answer every question in all ways in turn, after a warm-up with the first; yield the records,
-    on host 0."""
-    # A way that loses must be seen to lose.
-    configs = {
-        label: replace(each, keep_losing_draft=True)
-        for label, each in configurations(options).items()
-    }
+    """Answer every question in all ways in turn, after a warm-up with the first question.
+
+    It yields the records, on host 0.
+    """
+    configs = {}
+    for label, config in configurations(options).items():
+        # A way that loses must be seen to lose.
+        configs[label] = replace(config, keep_losing_draft=True)
     ways = build_ways(options, configs, hosts)
     asked = list(questions(options, hosts))
-    rounds = [
-        (asked[0], False),
-        *((question, True) for _ in range(options.rounds) for question in asked),
-    ]
-    with tqdm(
-        total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True
-    ) as bar:
-        for (task, given), counts in rounds:
+    num_answers = (1 + options.rounds * len(asked)) * len(ways)
+    with tqdm(total=num_answers, unit="answer", disable=_hides_progress(hosts)) as bar:
+
+        def answer_in_all_ways(task: str, request: dict, is_measured: bool) -> None:
             for way in ways:
                 bar.set_postfix_str(way.label, refresh=True)
                 hosts.barrier()
                 if way.engine is not None:
-                    answer = way.engine.generate(**given, max_new_tokens=options.max_new_tokens)
-                    if counts:
+                    answer = way.engine.generate(**request, max_new_tokens=options.max_new_tokens)
+                    if is_measured:
                         way.stats.setdefault(task, []).append(answer.stats)
                 bar.update()
+
+        # Warm up.
+        task, request = asked[0]
+        answer_in_all_ways(task, request, is_measured=False)
+        # Measure.
+        for _ in range(options.rounds):
+            for task, request in asked:
+                answer_in_all_ways(task, request, is_measured=True)
     if hosts.rank == 0:
         yield from task_records(options, ways)
 
 
 def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Answer the first questions in batches of all sizes, in all ways; yield the records, on host
-    0.
+    """Answer the first questions in batches of all sizes, in all ways.
+
+    It yields the records, on host 0.
 
     Raises:
-        ValueError: there are fewer questions than a batch has answers.
+        InvalidRequestError: there are fewer questions than a batch has answers.
     """
     asked = list(questions(options, hosts))
     if max(options.batch) > len(asked):
-        raise ValueError(
+        raise InvalidRequestError(
             f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: "
             "--clips"
         )
     ways = build_ways(options, configurations(options), hosts)
-    for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
-        yield from batch_records(options, ways, [given for _, given in asked[:size]])
+    requests = [request for _, request in asked]
+    for size in tqdm(options.batch, unit="batch", disable=_hides_progress(hosts)):
+        yield from batch_records(options, ways, requests[:size])
+
+
+def _hides_progress(hosts: HostGroup) -> bool | None:
+    """Return tqdm's ``disable``: None shows progress only in a terminal."""
+    return None if hosts.rank == 0 else True
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -379,10 +450,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    run, name = (
-        (measure_batches, "batch_speculative") if options.batch else (measure, "speculative")
-    )
-    return measure_on_hosts(options, run, columns_of(name))
+    if options.batch:
+        return measure_on_hosts(options, measure_batches, columns_of("batch_speculative"))
+    return measure_on_hosts(options, measure, columns_of("speculative"))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import distributions
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -65,16 +66,19 @@ def max_difference(job: Job, made: Path, reference: Path) -> float:
     Raises:
         AssertionError: apbv's differ by more than rounding, or are not as many.
     """
-    values, expected = (np.load(path, mmap_mode="r") for path in (made, reference))
+    values = np.load(made, mmap_mode="r")
+    expected = np.load(reference, mmap_mode="r")
     if values.shape != expected.shape:
         raise AssertionError(
             f"{job.way} makes {job.stage} of other shapes: {values.shape}, {expected.shape}"
         )
     scale = 1.0 if job.stage == "frames" else float(np.abs(expected).max())
-    rows = zip(values, expected, strict=True)
-    difference = (
-        float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
-    )
+    # Row by row, because all of them in fp64 would take too much memory.
+    differences = []
+    for row, expected_row in zip(values, expected, strict=True):
+        differences.append(np.abs(row.astype(np.float64) - expected_row).max())
+    # NumPy's maximum is NaN, if one of them is.
+    difference = float(np.max(differences)) / scale
     allowed = presets_of("video_tolerances")[job.settings.dtype][job.stage]
     if job.way == "apbv" and not difference <= allowed:
         raise AssertionError(f"{job.stage} of apbv differ by {difference:.3g}, not {allowed}")
@@ -87,6 +91,7 @@ def measure_jobs(
     """Compare all jobs with what they should make, time them in turn, and yield their figures."""
     samples: dict[Job, list[list[Measured]]] = {}
     differences: dict[Job, float | None] = {}
+    # The first round, whose outputs are compared.
     with TemporaryDirectory(dir=folder) as scratch:
         for number, job in enumerate(jobs):
             reference = Path(scratch, f"reference-{job.stage}.npy")
@@ -96,8 +101,11 @@ def measure_jobs(
             made = Path(scratch, f"{number}.npy") if job.hosts == 1 else None
             try:
                 samples[job] = [perform(job, folder, made)]
-                differences[job] = max_difference(job, made, reference) if made else None
-            except Exception as error:  # a library that does not fit raises nearly anything
+                differences[job] = None
+                if made is not None:
+                    differences[job] = max_difference(job, made, reference)
+            except Exception as error:
+                # A library that does not fit raises nearly anything.
                 if job.way not in READERS:
                     raise
                 samples.pop(job, None)
@@ -107,24 +115,34 @@ def measure_jobs(
                     file=sys.stderr,
                 )
             bar.update()
+    # The other rounds.
     for _ in range(rounds - 1):
         for job, measured in samples.items():
             measured.append(perform(job, folder))
             bar.update()
     for job, measured in samples.items():
-        yield figures_of(job, spec, measured) | {"max_difference": differences[job]}
+        yield {**figures_of(job, spec, measured), "max_difference": differences[job]}
 
 
 def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
-    """Summarise what each host measured, for each round."""
-    slowest = [max(hosts, key=lambda host: host.seconds) for hosts in samples]
+    """Summarise what was measured.
+
+    Args:
+        samples: the measurements, by round and by host.
+    """
+    # By round: the slowest host's times, all hosts' CPU time, and the largest memory of a host.
+    slowest = []
+    cpu_seconds = []
+    peaks = []
+    for hosts in samples:
+        slowest.append(max(hosts, key=attrgetter("seconds")))
+        cpu_seconds.append(sum(host.cpu_seconds for host in hosts))
+        peaks.append(max(host.peak_memory_bytes for host in hosts))
     seconds = [host.seconds for host in slowest]
-    stages = {
-        name: statistics.median(host.stage_seconds.get(name, 0.0) for host in slowest)
-        for name in slowest[0].stage_seconds
-    }
-    cpu_seconds = [sum(host.cpu_seconds for host in hosts) for hosts in samples]
-    peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
+    stages_ms = {}
+    for name in slowest[0].stage_seconds:
+        stage_seconds = [host.stage_seconds.get(name, 0.0) for host in slowest]
+        stages_ms[name] = statistics.median(stage_seconds) * 1e3
     return {
         "benchmark": "video",
         **fields_of(job, "stage", "way", "hosts", "sampling"),
@@ -134,7 +152,7 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
         "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(cpu_seconds),
         "peak_memory_bytes": max(peaks),
-        "stages_ms": {name: taken * 1e3 for name, taken in stages.items()},
+        "stages_ms": stages_ms,
         "samples": {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_bytes": peaks},
         "video": "generated" if spec.source is None else spec.source.name,
         "resolution": [spec.height, spec.width],
@@ -147,45 +165,57 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
 
 
 def plan_jobs(options: argparse.Namespace, ways: list[str]) -> Iterator[list[Job]]:
-    """Yield the ways through every stage, for every choice of frames; of dense ones only through
-    the first stage.
+    """Yield the jobs of every choice of frames: all ways through all stages.
 
-    Questions are about spread frames.
+    Dense frames go through the first stage only, because questions are about spread ones.
     """
     reader = "opencv" if "opencv" in ways else "pyav"
     for num_frames, sampling in itertools.product(options.frames, options.sampling):
         jobs = []
         for stage, way in itertools.product(options.stages, ways):
-            is_read = (stage == "frames") == (way in READERS) or way == "apbv"
-            if is_read and (stage == "frames" or sampling == "sparse"):
-                shares = way == "apbv" and stage in ("embeddings", "first_token")
-                for hosts in options.hosts if shares else [1]:
-                    jobs.append(Job(stage, way, hosts, num_frames, sampling, reader, options))
+            is_reading = stage == "frames"
+            if not is_reading and sampling != "sparse":
+                continue
+            # Other libraries read frames, and transformers does what follows.
+            if way != "apbv" and (way in READERS) != is_reading:
+                continue
+            # Hosts share what follows the reading.
+            numbers_of_hosts = [1] if is_reading or way != "apbv" else options.hosts
+            for num_hosts in numbers_of_hosts:
+                jobs.append(Job(stage, way, num_hosts, num_frames, sampling, reader, options))
         yield jobs
 
 
 def records(options: argparse.Namespace) -> Iterator[dict]:
     """Make the clip, and yield the figures of all ways that can be used here."""
+    # The ways whose packages are installed.
     packages = {way: PACKAGES.get(way, way) for way in options.ways if way in READERS}
-    versions = {
-        each.name: each.version for each in distributions() if each.name in packages.values()
-    }
-    ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
-    if missing := set(packages.values()) - versions.keys():
-        tqdm.write(
-            f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr
-        )
+    versions = {}
+    for package in distributions():
+        if package.name in packages.values():
+            versions[package.name] = package.version
+    ways = []
+    for way in options.ways:
+        if way not in packages or packages[way] in versions:
+            ways.append(way)
+    missing = set(packages.values()) - versions.keys()
+    if missing:
+        names = ", ".join(sorted(missing))
+        tqdm.write(f"note: not installed and skipped: {names}", file=sys.stderr)
+
     with TemporaryDirectory() as temporary:
+        # The clips.
         folder = Path(temporary)
-        length = round(options.seconds * options.fps)
-        spec = ClipSpec(
-            *parse_resolution(options.resolution), options.gop, length, options.fps, options.video
-        )
+        height, width = parse_resolution(options.resolution)
+        num_frames = round(options.seconds * options.fps)
+        spec = ClipSpec(height, width, options.gop, num_frames, options.fps, options.video)
         options.clip = write_clip(spec, folder / "clip.mp4")
         options.warm_up = write_clip(ClipSpec(64, 128, 8, 16, 25), folder / "warm-up.mp4")
         options.max_pixels = options.max_pixels or spec.height * spec.width
+        # The measurements.
         plans = list(plan_jobs(options, ways))
-        with tqdm(total=options.rounds * sum(map(len, plans)), unit="run", disable=None) as bar:
+        num_jobs = sum(len(jobs) for jobs in plans)
+        with tqdm(total=options.rounds * num_jobs, unit="run", disable=None) as bar:
             for jobs in plans:
                 for record in measure_jobs(jobs, spec, options.rounds, folder, bar):
                     yield {**record, "libraries": versions}
@@ -193,9 +223,13 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("video", __doc__, {"preset": PRESETS, "stages": STAGES, "ways": WAYS})
-    parser.set_defaults(**PRESETS.get(parser.parse_known_args(arguments)[0].preset, {}))
+    # A preset's values are defaults, which other options change.
+    known_options, _ = parser.parse_known_args(arguments)
+    parser.set_defaults(**PRESETS.get(known_options.preset, {}))
     options = parser.parse_args(arguments)
-    options.dtype = options.dtype or DEFAULT_DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
+    if options.dtype is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        options.dtype = DEFAULT_DTYPES[device]
     return options
 
 
@@ -206,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, AssertionError, HostError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return int(not rows)
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

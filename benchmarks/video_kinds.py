@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,24 +40,35 @@ def open_apbv(path: str) -> Opened:
     from apbv.input.video import probe, read_frames
 
     info = probe(path)
-    return lambda index: read_frames(info, [index], threads=1)[0], info.timestamps
+
+    def read(index: int) -> np.ndarray:
+        return read_frames(info, [index], threads=1)[0]
+
+    return read, info.timestamps
 
 
 def open_torchcodec(path: str) -> Opened:
     from torchcodec.decoders import VideoDecoder
 
     decoder = VideoDecoder(path, dimension_order="NHWC", seek_mode="exact")
-    times = np.array([decoder.get_frame_at(index).pts_seconds for index in range(len(decoder))])
-    return lambda index: decoder.get_frame_at(index).data.numpy(), times
+    times = [decoder.get_frame_at(index).pts_seconds for index in range(len(decoder))]
+
+    def read(index: int) -> np.ndarray:
+        return decoder.get_frame_at(index).data.numpy()
+
+    return read, np.array(times)
 
 
 def open_decord(path: str) -> Opened:
     import decord
 
     reader = decord.VideoReader(path, num_threads=1)
-    return lambda index: reader[index].asnumpy(), reader.get_frame_timestamp(range(len(reader)))[
-        :, 0
-    ]
+    starts_and_ends = reader.get_frame_timestamp(range(len(reader)))
+
+    def read(index: int) -> np.ndarray:
+        return reader[index].asnumpy()
+
+    return read, starts_and_ends[:, 0]
 
 
 def open_opencv(path: str) -> Opened:
@@ -71,7 +81,9 @@ def open_opencv(path: str) -> Opened:
 
     def read(index: int) -> np.ndarray:
         video.set(cv2.CAP_PROP_POS_FRAMES, index)
-        return video.read()[1][..., ::-1]
+        _, picture = video.read()
+        # BGR becomes RGB.
+        return picture[..., ::-1]
 
     return read, np.array(times)
 
@@ -87,14 +99,22 @@ READERS = {
 
 
 def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
-    """Return "right", "refuses", or what is wrong."""
+    """Return "right", "refuses", or what is wrong.
+
+    Args:
+        wanted: the frames' times in seconds, from 0; None: they are not compared.
+    """
     warnings.simplefilter("ignore")
+    # Decode the whole file, to the size of its first frame.
+    whole = []
     with av.open(f"file:{path}") as container:
         frames = list(container.decode(container.streams.best("video")))
-        size = frames[0].width, frames[0].height
-        whole = [
-            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in frames
-        ]
+        width = frames[0].width
+        height = frames[0].height
+        for frame in frames:
+            frame = frame.reformat(width, height, "rgb24", interpolation="BICUBIC")
+            whole.append(frame.to_ndarray())
+    # Read all frames, and then some in random order.
     singles = np.random.default_rng(0).permutation(len(whole))[:_SINGLES]
     try:
         read, times = READERS[reader](path)
@@ -108,7 +128,8 @@ def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
                 return "other frames"
     except ImportError:
         raise
-    except Exception:  # of any kind: every library has its own
+    except Exception:
+        # Of any kind: every library has its own.
         return "refuses"
     if wanted is not None and np.abs(times - times[0] - wanted).max() > _LATE:
         return "times"
@@ -117,30 +138,31 @@ def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
 
 def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
     """Yield each kind's name and the readers' verdicts, each from a process of its own."""
-    own = {"mp_context": get_context("spawn"), "max_tasks_per_child": 1}
-    with TemporaryDirectory() as temporary, ProcessPoolExecutor(1, **own) as pool:
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with TemporaryDirectory() as temporary, pool:
         for number, kind in enumerate(tqdm(kinds, unit="file", disable=None)):
             folder = Path(temporary) / str(number)
             folder.mkdir()
-            make, wanted = KINDS[kind]
+            make, times = KINDS[kind]
             path = make(folder)
-            yield [kind, *pool.map(verdict, readers, repeat(path), repeat(wanted))]
+            futures = [pool.submit(verdict, reader, path, times) for reader in readers]
+            yield [kind, *[future.result() for future in futures]]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("video_kinds", __doc__, {"readers": READERS, "kinds": KINDS}).parse_args(
-        arguments
-    )
+    parser = parser_of("video_kinds", __doc__, {"readers": READERS, "kinds": KINDS})
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    missing = [
-        reader
-        for reader in options.readers
-        if reader in MODULES and find_spec(MODULES[reader]) is None
-    ]
-    readers = [reader for reader in options.readers if reader not in missing]
+    readers = []
+    missing = []
+    for reader in options.readers:
+        if reader in MODULES and find_spec(MODULES[reader]) is None:
+            missing.append(reader)
+        else:
+            readers.append(reader)
     if missing:
         tqdm.write(f"note: not installed and skipped: {', '.join(missing)}", file=sys.stderr)
     if not readers:
@@ -148,8 +170,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     verdicts = list(rows(options.kinds, readers))
     print(markdown_table(["file", *readers], verdicts, align="---"))
-    of_ours = [row[1 + readers.index("apbv")] for row in verdicts] if "apbv" in readers else []
-    return int(any(each != "right" for each in of_ours))
+    # Only apbv has to read all files right.
+    if "apbv" in readers:
+        column = 1 + readers.index("apbv")
+        if any(row[column] != "right" for row in verdicts):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

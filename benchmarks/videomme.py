@@ -1,5 +1,4 @@
-"""Measure accuracy on Video-MME: multiple choice about short and long videos, with or without
-subtitles.
+"""Measure accuracy on Video-MME: multiple choice about videos, with or without subtitles.
 
     python benchmarks/videomme.py --model Qwen/Qwen2.5-VL-7B-Instruct --questions test.parquet \
         --videos data
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from apbv import Engine
@@ -59,10 +59,10 @@ def read(options: argparse.Namespace) -> list[Sample]:
     """Read Video-MME's questions.
 
     Raises:
-        ValueError: the file cannot be read, or has another form.
+        InvalidRequestError: the file cannot be read, or has another form.
     """
     if options.subtitles is not None and not options.subtitles.is_dir():
-        raise ValueError(f"--subtitles {options.subtitles} is not a directory")
+        raise InvalidRequestError(f"--subtitles {options.subtitles} is not a directory")
     path = options.questions
     entries = read_parquet(path) if path.suffix == ".parquet" else read_json(path)
     videos = options.videos or path.parent / "data"
@@ -73,17 +73,17 @@ def read_parquet(path: Path) -> list[dict]:
     """Read a Parquet file.
 
     Raises:
-        ValueError: pyarrow is not installed, or the file cannot be read.
+        InvalidRequestError: pyarrow is not installed, or the file cannot be read.
     """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ValueError(f"{path} needs pyarrow: {how_to_install('eval')}") from error
+        raise InvalidRequestError(f"{path} needs pyarrow: {how_to_install('eval')}") from error
     try:
         return read_table(path).to_pylist()
     except (OSError, ArrowException) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise InvalidRequestError(f"cannot read {path}: {error}") from error
 
 
 def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
@@ -91,20 +91,24 @@ def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
     choices = options_of(row["options"])
     right = row.get("answer")
     places = [videos / f"{name}{ending}" for ending in ENDINGS]
-    lines = None if subtitles is None else subtitles / f"{name}.srt"
+    video = next((path for path in places if path.is_file()), places[0])
+    # A sixth of the videos have no subtitles.
+    subtitle_file = None
+    if subtitles is not None and (subtitles / f"{name}.srt").is_file():
+        subtitle_file = subtitles / f"{name}.srt"
     return Sample(
         key=text_of(row["question_id"]),
         question=text_of(row["question"]),
         answer=None if right is None else option_lettered(choices, right),
         options=choices,
-        videos=(next((path for path in places if path.is_file()), places[0]),),
+        videos=(video,),
         groups={
-            field: text_of(row[field])
-            for field in ("duration", "domain", "sub_category", "task_type")
+            "duration": text_of(row["duration"]),
+            "domain": text_of(row["domain"]),
+            "sub_category": text_of(row["sub_category"]),
+            "task_type": text_of(row["task_type"]),
         },
-        subtitles=lines
-        if lines is not None and lines.is_file()
-        else None,  # a sixth of the videos have none
+        subtitles=subtitle_file,
     )
 
 
@@ -112,27 +116,36 @@ def read_srt(path: Path) -> list[Subtitle]:
     """Read a SubRip file, without its markup; in the order of the file.
 
     Raises:
-        ValueError: the file cannot be read, or has text but no times.
+        InvalidRequestError: the file cannot be read, or has text but no times.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the subtitles {path}: {error}") from error
-    found = []
+        raise InvalidRequestError(f"cannot read the subtitles {path}: {error}") from error
+    subtitles = []
     for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n").strip()):
-        lines = block.split("\n")
-        place = next(
-            (number for number, line in enumerate(lines[:2]) if _TIMES.match(line.strip())), None
-        )
-        if place is None:
-            continue
-        times = [int(number) for number in _TIMES.match(lines[place].strip()).groups()]
-        said = " ".join(_TAG.sub("", " ".join(lines[place + 1 :])).split())
-        if said:
-            found.append(Subtitle(_seconds(*times[:4]), _seconds(*times[4:]), said))
-    if text.strip() and not found:
-        raise ValueError(f"{path} holds no subtitles")
-    return found
+        subtitle = _parsed(block.split("\n"))
+        if subtitle is not None and subtitle.text:
+            subtitles.append(subtitle)
+    if text.strip() and not subtitles:
+        raise InvalidRequestError(f"{path} holds no subtitles")
+    return subtitles
+
+
+def _parsed(lines: list[str]) -> Subtitle | None:
+    """Parse the lines of a subtitle: a number, which may be missing, times, and the text.
+
+    None: there are no times.
+    """
+    for place, line in enumerate(lines[:2]):
+        match = _TIMES.match(line.strip())
+        if match:
+            times = [int(number) for number in match.groups()]
+            start = _seconds(*times[:4])
+            end = _seconds(*times[4:])
+            text = _TAG.sub("", " ".join(lines[place + 1 :]))
+            return Subtitle(start, end, " ".join(text.split()))
+    return None
 
 
 def _seconds(hours: int, minutes: int, seconds: int, milliseconds: int) -> float:
@@ -142,37 +155,37 @@ def _seconds(hours: int, minutes: int, seconds: int, milliseconds: int) -> float
 def shown_at(subtitles: Sequence[Subtitle], times: Sequence[float]) -> list[str]:
     """Return the texts that are shown at any of the times, each once, in order."""
     times = sorted(times)
-    found = []
+    texts = []
     for subtitle in subtitles:
+        # The first time that is not before the subtitle.
         first = bisect_right(times, subtitle.start - 1e-9)
         is_shown = first < len(times) and times[first] < subtitle.end
-        if is_shown and (not found or found[-1] != subtitle.text):
-            found.append(subtitle.text)
-    return found
+        is_repeated = bool(texts) and texts[-1] == subtitle.text
+        if is_shown and not is_repeated:
+            texts.append(subtitle.text)
+    return texts
 
 
 def request(
     sample: Sample, template: str, options: argparse.Namespace, engine: Engine
 ) -> Mapping[str, Any]:
-    """Return the prompt, with the subtitles that are shown with the frames that the engine will
-    sample."""
+    """Return the prompt, with the subtitles of the frames that the engine will sample."""
     listed = ""
     if sample.subtitles is not None:
         info = engine.videos.probe(sample.videos[0])
         most = options.frames or engine.num_frames
-        frames = (
-            sample_fps(info, options.fps, max_frames=most)
-            if options.fps
-            else sample_uniform(info, most)
-        )
-        lines = shown_at(read_srt(sample.subtitles), info.timestamps[frames].tolist())
-        listed = LISTED.format("\n".join(lines)) if lines else ""
+        if options.fps:
+            frames = sample_fps(info, options.fps, max_frames=most)
+        else:
+            frames = sample_uniform(info, most)
+        texts = shown_at(read_srt(sample.subtitles), info.timestamps[frames].tolist())
+        if texts:
+            listed = LISTED.format("\n".join(texts))
     return request_of(sample, fill(template, sample, listed))
 
 
 def overall(score: Score) -> float | None:
-    """Return the share of right answers among those that name an option, as the official script
-    does."""
+    """Return the share of right answers of all that name an option, as the official script does."""
     right, total = score.groups[ALL]
     answered = total - score.others["unanswered"]
     return right / answered if answered else None

@@ -1,5 +1,4 @@
-"""Measure accuracy on VNBench: retrieving, ordering and counting needles in videos, with four tries
-per question.
+"""Measure accuracy on VNBench: finding, ordering and counting needles in videos, in four tries.
 
     python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf \
         --questions VNBench-main-4try.json
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from support.evaluation.answers import first_letter_by_alphabet
@@ -39,11 +39,12 @@ LENGTHS = (60, 120, 180)  # seconds
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
-    """Read VNBench's file: a list of objects with video, question, options, gt, gt_option, type and
-    try.
+    """Read VNBench's file.
+
+    It is a list of objects with video, question, options, gt, gt_option, type and try.
 
     Raises:
-        ValueError: the file cannot be read, or has another form.
+        InvalidRequestError: the file cannot be read, or has another form.
     """
     folder = options.videos or options.questions.parent
     return made_of(options.questions, read_json(options.questions), partial(_sample, folder))
@@ -54,18 +55,23 @@ def _sample(folder: Path, _, row: dict) -> Sample:
     kind = row["type"]
     task = kind.partition("_")[0]
     if task not in TASKS:
-        raise ValueError(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
+        raise InvalidRequestError(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
+
+    # The answer: its text, its letter, or both.
     choices = texts_of(row["options"])
     right = str(row.get("gt"))
-    answers = [choices.index(right)] if right in choices else []
+    answers = []
+    if right in choices:
+        answers.append(choices.index(right))
     if row.get("gt_option") is not None:
         answers.append(option_lettered(choices, row["gt_option"]))
     if len(set(answers)) != 1:
-        raise ValueError("needs one right answer, by 'gt' or 'gt_option'")
-    groups = {"task": TASKS[task], "needle": "edit" if "edit" in kind else "insert", "type": kind}
+        raise InvalidRequestError("needs one right answer, by 'gt' or 'gt_option'")
+
+    needle = "edit" if "edit" in kind else "insert"
+    groups = {"task": TASKS[task], "needle": needle, "type": kind}
     if row.get("length") is not None:
-        longest = next((limit for limit in LENGTHS if row["length"] <= limit), None)
-        groups["length"] = f"over {LENGTHS[-1]} s" if longest is None else f"to {longest:3} s"
+        groups["length"] = _length_group(row["length"])
     places = [folder / video, folder / video.name]
     unit = f"{video.stem} {kind}"
     return Sample(
@@ -80,13 +86,23 @@ def _sample(folder: Path, _, row: dict) -> Sample:
     )
 
 
+def _length_group(seconds: float) -> str:
+    """Return the name of the videos of about this length."""
+    for limit in LENGTHS:
+        if seconds <= limit:
+            return f"to {limit:3} s"
+    return f"over {LENGTHS[-1]} s"
+
+
 def overall(score: Score) -> float | None:
     """Return the mean of the tasks, each the mean of its types."""
     shares: dict[str, list[float]] = {}
     for (dimension, value), (right, total) in score.groups.items():
         if dimension == "type":
             shares.setdefault(value.partition("_")[0], []).append(right / total)
-    return statistics.fmean(map(statistics.fmean, shares.values())) if shares else None
+    if not shares:
+        return None
+    return statistics.fmean(statistics.fmean(of_task) for of_task in shares.values())
 
 
 BENCHMARK = Benchmark("vnbench", __doc__, read, parse=first_letter_by_alphabet, overall=overall)

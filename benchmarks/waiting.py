@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 
 def _file(kind: str, path: Path) -> dict:
+    """Return the part of a message that is a file; its kind is "image" or "video"."""
     return {"type": f"{kind}_url", f"{kind}_url": {"url": path.name}}
 
 
@@ -54,6 +55,14 @@ def _drawn(height: int, width: int, number: int = 0) -> Image.Image:
         (columns // 64) ^ (rows // 64),
     )
     return Image.fromarray(np.stack([channel.astype(np.uint8) for channel in channels], axis=-1))
+
+
+# How Pillow encodes files of these kinds: as fast as it can.
+_ENCODED = {
+    "tiff": {"compression": "tiff_adobe_deflate"},
+    "webp": {"method": 0, "quality": 60},
+    "png": {"compress_level": 1},
+}
 
 
 def _picture(suffix: str, options: argparse.Namespace, folder: Path) -> Content:
@@ -71,17 +80,20 @@ def _pictures(options: argparse.Namespace, folder: Path) -> Content:
 
 def _gif(options: argparse.Namespace, folder: Path) -> Content:
     path = folder / "long.gif"
-    (height, width) = (options.side // 16, options.side // 12)
-    first, *others = (_drawn(height, width, number) for number in range(options.frames * 4))
-    first.save(path, save_all=True, append_images=others, duration=40)
+    height = options.side // 16
+    width = options.side // 12
+    pictures = [_drawn(height, width, number) for number in range(options.frames * 4)]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=40)
     return [_file("video", path)]
 
 
 def _frames(options: argparse.Namespace, folder: Path) -> Content:
     path = folder / "wide.mp4"
-    (height, width) = (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2)
-    drawn = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
-    write_mp4(drawn, path, 25, preset="ultrafast", g="5")
+    # A quarter and two thirds of the side, made even.
+    height = options.side // 4 // 2 * 2
+    width = options.side * 2 // 3 // 2 * 2
+    frames = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
+    write_mp4(frames, path, 25, preset="ultrafast", g="5")
     return [_file("video", path)]
 
 
@@ -89,12 +101,13 @@ def _text(options: argparse.Namespace, folder: Path) -> Content:
     return [{"type": "text", "text": "one two three " * options.words}]
 
 
-_ENCODED = {"tiff": {"compression": "tiff_adobe_deflate"}, "webp": {"method": 0, "quality": 60}}
-_ENCODED |= {"png": {"compress_level": 1}}
 # What makes each heavy request's content, and its files.
 HEAVY: dict[str, Callable[[argparse.Namespace, Path], Content]] = {
     "text": _text,
-    **{suffix: partial(_picture, suffix) for suffix in ("tiff", "webp", "png", "jpg")},
+    "tiff": partial(_picture, "tiff"),
+    "webp": partial(_picture, "webp"),
+    "png": partial(_picture, "png"),
+    "jpg": partial(_picture, "jpg"),
     "pictures": _pictures,
     "frames": _frames,
     "gif": _gif,
@@ -113,8 +126,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Measure every heavy request; yield the records, on host 0."""
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
     records: list[dict] = []
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
-        folder = Path(hosts.broadcast_bytes(name.encode()).decode())
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2) as pool:
+        # Host 0's, on all hosts.
+        folder = Path(hosts.broadcast_bytes(temporary.encode()).decode())
         settings = ServerSettings(model="benchmark", media_dir=folder, num_frames=options.frames)
 
         def ask(port: int) -> None:
@@ -130,55 +144,61 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 time.sleep(_HEALTH_SECONDS)
                 return is_healthy(port) is False
 
+            # The first four warm up.
             undisturbed = [say_hi() for _ in range(20)][4:]
             for heavy in options.heavy:
-                content = [
-                    *HEAVY[heavy](options, folder),
-                    {"type": "text", "text": "what is this?"},
-                ]
+                files = HEAVY[heavy](options, folder)
+                content = [*files, {"type": "text", "text": "what is this?"}]
                 alone = []
                 beside = []
                 waits = []
                 num_ill = 0
-                answer(content, 1)  # a warm-up
+
+                # Warm up.
+                answer(content, 1)
+
+                # Ask the heavy request alone, and then beside short ones.
                 for _ in range(options.rounds):
                     alone.append(answer(content, 1))
                     is_over = threading.Event()
-                    asking, watching = (
-                        pool.submit(until, is_over, each) for each in (say_hi, is_ill)
-                    )
+                    asking = pool.submit(until, is_over, say_hi)
+                    watching = pool.submit(until, is_over, is_ill)
                     try:
                         beside.append(answer(content, 1))
                     finally:
                         is_over.set()
                     waits += asking.result()
                     num_ill += sum(watching.result())
-                if len({each.text for each in (*undisturbed, *waits)} | {""}) > 2:
+
+                # Check the answers. A short one may also be empty.
+                short_texts = {short.text for short in (*undisturbed, *waits)}
+                if len(short_texts - {""}) > 1:
                     raise ValueError(f"beside {heavy} the answers to short requests differ")
-                if len({each.text for each in (*alone, *beside)}) > 1:
+                if len({long.text for long in (*alone, *beside)}) > 1:
                     raise ValueError(f"the answers to {heavy} differ")
-                times = {"undisturbed_ms": undisturbed, "wait_ms": waits}
+
+                # Make the record.
                 samples = {
-                    name: [1e3 * each.end for each in answers] for name, answers in times.items()
+                    "undisturbed_ms": [1e3 * short.end for short in undisturbed],
+                    "wait_ms": [1e3 * short.end for short in waits],
+                    "heavy_alone_ms": [1e3 * long.first_token for long in alone],
+                    "heavy_beside_ms": [1e3 * long.first_token for long in beside],
                 }
-                times = {"heavy_alone_ms": alone, "heavy_beside_ms": beside}
-                samples |= {
-                    name: [1e3 * each.first_token for each in answers]
-                    for name, answers in times.items()
+                name = f"{options.pictures} pictures" if heavy == "pictures" else heavy
+                growth = min(samples["heavy_beside_ms"]) / min(samples["heavy_alone_ms"])
+                record = {
+                    "benchmark": "waiting",
+                    "model": options.model,
+                    "hosts": hosts.size,
+                    "heavy": name,
+                    "num_unhealthy": num_ill,
+                    "worst_wait_ms": max(samples["wait_ms"]),
+                    "growth": growth,
                 }
-                records.append(
-                    {
-                        "benchmark": "waiting",
-                        "model": options.model,
-                        "hosts": hosts.size,
-                        "heavy": f"{options.pictures} pictures" if heavy == "pictures" else heavy,
-                        "num_unhealthy": num_ill,
-                        "worst_wait_ms": max(samples["wait_ms"]),
-                        "growth": min(samples["heavy_beside_ms"]) / min(samples["heavy_alone_ms"]),
-                        **{name: percentiles(values) for name, values in samples.items()},
-                        "samples": samples,
-                    }
-                )
+                for figure, values in samples.items():
+                    record[figure] = percentiles(values)
+                record["samples"] = samples
+                records.append(record)
 
         serve_while(engine, hosts, settings, ask)
     yield from records

@@ -1,5 +1,4 @@
-"""Reads the command-line options of the benchmarks, which options.toml describes, and their
-presets."""
+"""Reads the benchmarks' command-line options, which options.toml describes, and their presets."""
 
 import argparse
 import re
@@ -28,18 +27,39 @@ def _plot_path(text: str) -> Path:
 
 
 def _template(text: str) -> str:
+    """Parse a prompt's template, whose line breaks are written as backslash and n."""
     if "{question}" not in text:
         raise argparse.ArgumentTypeError("must contain {question}, and may contain {options}")
     return text.replace("\\n", "\n")
 
 
 def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, such as 1/4, not {text!r}")
-    return int(found[1]), int(found[2])
+    """Parse I/N, the I-th of N parts."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match:
+        number = int(match[1])
+        count = int(match[2])
+        if 1 <= number <= count:
+            return number, count
+    raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, such as 1/4, not {text!r}")
 
 
+def _count_or_all(text: str) -> int | None:
+    """Parse a count; "all" is None."""
+    return None if text == "all" else COUNT(text)
+
+
+def _count_or_auto(text: str) -> int | str:
+    """Parse a count, or "auto", which stays."""
+    return text if text == "auto" else COUNT(text)
+
+
+def _file_or_none(text: str) -> str | None:
+    """Parse a file's name; "none" is None."""
+    return None if text == "none" else text
+
+
+# What options.toml calls the types of options.
 _TYPES = {
     "int": int,
     "float": float,
@@ -47,18 +67,21 @@ _TYPES = {
     "count": COUNT,
     "plot": _plot_path,
     "template": _template,
+    "positive": positive(float),
+    "share": positive(float, 1.0),
+    "I/N": _shard,
+    "N|all": _count_or_all,
+    "N|auto": _count_or_auto,
+    "FILE|none": _file_or_none,
 }
-_TYPES |= {"positive": positive(float), "share": positive(float, 1.0), "I/N": _shard}
-_TYPES |= {"N|all": lambda text: None if text == "all" else COUNT(text)}
-_TYPES |= {"N|auto": lambda text: text if text == "auto" else COUNT(text)}
-_TYPES |= {"FILE|none": lambda text: None if text == "none" else text}
+# What can be chosen from, by the option's name.
 _CHOICES = {
     "tasks": clips.TASKS,
     "split": clips.SPLITS,
     "grid": clips.GRIDS,
     "needles": clips.NEEDLES,
+    "reuse": ("off", *REUSE_MODES),
 }
-_CHOICES |= {"reuse": ("off", *REUSE_MODES)}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -97,32 +120,42 @@ def add_options(
     choices: Mapping[str, Collection] | None = None,
 ) -> None:
     """Add the options of a table of options.toml; see :func:`parser_of`."""
+    all_choices = dict(_CHOICES)
+    if choices is not None:
+        all_choices.update(choices)
     for name, option in _with_others(benchmark).items():
         if name == "settings":
-            add_settings(
-                parser, [each for each in PREFILL if each.field in option], with_defaults=True
-            )
+            settings = [setting for setting in PREFILL if setting.field in option]
+            add_settings(parser, settings, with_defaults=True)
         else:
-            _add(parser, name, option, _CHOICES | (choices or {}))
+            _add(parser, name, option, all_choices)
 
 
 def _with_others(benchmark: str) -> dict[str, Any]:
-    """Return a table's options, with those of the tables that it is like."""
-    own = dict(_TABLES[benchmark])
-    others = own.pop("like", [])
-    return {name: option for other in others for name, option in _with_others(other).items()} | own
+    """Return a table's options, with the options of the tables that it is like."""
+    table = dict(_TABLES[benchmark])
+    options: dict[str, Any] = {}
+    for other in table.pop("like", []):
+        options.update(_with_others(other))
+    options.update(table)
+    return options
 
 
 def _add(
     parser: argparse._ActionsContainer, name: str, option: Any, choices: Mapping[str, Collection]
 ) -> None:
-    if not isinstance(option, dict):
-        option = _TABLES["shared"][name] | {"default": option}
-    option = dict(option or _TABLES["shared"][name])
+    """Add an option; options.toml says at its top how one is described."""
+    if option == {}:
+        arguments = dict(_TABLES["shared"][name])
+    elif isinstance(option, dict):
+        arguments = dict(option)
+    else:
+        arguments = dict(_TABLES["shared"][name])
+        arguments["default"] = option
     if name in choices:
-        option["choices"] = choices[name]
-    if option.pop("all", False):
-        option["default"] = list(option["choices"])
-    if "type" in option:
-        option["type"] = _TYPES[option["type"]]
-    parser.add_argument(f"--{name}", **option)
+        arguments["choices"] = choices[name]
+    if arguments.pop("all", False):
+        arguments["default"] = list(arguments["choices"])
+    if "type" in arguments:
+        arguments["type"] = _TYPES[arguments["type"]]
+    parser.add_argument(f"--{name}", **arguments)

@@ -1,7 +1,7 @@
 """Runs prefills of one model on real or simulated hosts, and measures them."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -22,12 +22,18 @@ from .workloads import load_model, text_prompt, video_prompt
 # Prefills a workload once on these hosts, with this model and these settings; returns times, and
 # what really ran.
 Job = Callable[[HostGroup, ModelParts, PrefillConfig], dict]
+# Every simulated host's laps.
+Paces = Sequence[Sequence[Lap]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A random prompt: a text of given length, or a video with a given number of frames and
-    resolution."""
+    """A random prompt: a text, or a video.
+
+    Attributes:
+        tokens: the length of a text; None: it is a video.
+        frames, height, width: of a video; the resolution is in pixels.
+    """
 
     tokens: int | None = None
     frames: int | None = None
@@ -59,7 +65,9 @@ class Bench:
     """
 
     def __init__(self, options: argparse.Namespace, hosts: HostGroup, num_runs: int):
-        self._bar = tqdm(total=num_runs, unit="prefill", disable=None if hosts.rank == 0 else True)
+        # None: shown only in a terminal.
+        hides_progress = None if hosts.rank == 0 else True
+        self._bar = tqdm(total=num_runs, unit="prefill", disable=hides_progress)
         self._query_len = options.query_len
         self.hosts = hosts
         self.network = Network(options.bandwidth, options.latency)
@@ -76,10 +84,15 @@ class Bench:
         if workload.tokens is not None:
             prompt = text_prompt(self.model.config, workload.tokens, self._query_len)
         else:
-            shape = workload.frames, workload.height, workload.width
-            prompt = video_prompt(self.model.config, *shape, self._query_len)
+            prompt = video_prompt(
+                self.model.config,
+                workload.frames,
+                workload.height,
+                workload.width,
+                self._query_len,
+            )
 
-        def job(hosts, parts, config):
+        def job(hosts: HostGroup, parts: ModelParts, config: PrefillConfig) -> dict:
             inputs = ModelInputs.from_processor(
                 parts,
                 prompt.batch,
@@ -88,7 +101,9 @@ class Bench:
                 frame_parallel=config.frame_parallel,
             )
             hosts.barrier()
-            first_lap = len(hosts.laps) if isinstance(hosts, SimulatedHost) else None
+            first_lap = None
+            if isinstance(hosts, SimulatedHost):
+                first_lap = len(hosts.laps)
             state = prefill(parts, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))
             return {
                 **state.timer.summary(),
@@ -103,54 +118,67 @@ class Bench:
 
         return job
 
-    def run(self, case: Case, job: Job, paces=None) -> dict:
+    def run(self, case: Case, job: Job, paces: Paces | None = None) -> dict:
         """Run a case once, and return its figures on every host that ran it.
 
-        Of simulated hosts also their ``laps``, and the most ``busy_ms`` that a host's CPU and its
-        GPU had with the prefill, whichever was the other's reason to wait.
+        Of simulated hosts they include ``laps``, each host's, and ``busy_ms``: the longest times
+        that a host's CPU and a host's GPU were busy with the prefill, also while the other waited.
 
         Args:
             job: what :meth:`prepare` returned.
             paces: see :func:`support.simulated.simulate`.
         """
         self._bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
-        found = self._run(case, job, paces)
+        figures = self._run(case, job, paces)
         self._bar.update()
-        return found
+        return figures
 
-    def _run(self, case: Case, job: Job, paces) -> dict:
+    def _run(self, case: Case, job: Job, paces: Paces | None) -> dict:
         config = replace(case.config, kv="sharded")
         if self.hosts.device.type == "cpu" and not self.simulated:
-            return_freed_memory()  # so that peak memory is that of one run
+            # So that peak memory is that of one run.
+            return_freed_memory()
         if case.hosts == 1:
             return self._run_alone(config, job)
         if not self.simulated:
             return job(self.hosts, self.parts(config), config)
-        twins = [self.parts(config, rank) for rank in range(case.hosts)]
+        return self._run_simulated(case.hosts, config, job, paces)
 
-        def host_job(hosts):
-            return job(hosts, twins[hosts.rank], config), hosts.laps
+    def _run_simulated(
+        self, num_hosts: int, config: PrefillConfig, job: Job, paces: Paces | None
+    ) -> dict:
+        parts_of_hosts = [self.parts(config, rank) for rank in range(num_hosts)]
 
-        device = self.hosts.device
-        made = simulate(case.hosts, host_job, network=self.network, device=device, paces=paces)
-        busy = [
-            [1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)]
-            for found, laps in made
-        ]
+        def host_job(hosts: SimulatedHost) -> tuple[dict, list[Lap]]:
+            figures = job(hosts, parts_of_hosts[hosts.rank], config)
+            return figures, hosts.laps
+
+        results = simulate(
+            num_hosts, host_job, network=self.network, device=self.hosts.device, paces=paces
+        )
+        leader_figures, _ = results[0]
+        cpu_ms = []
+        gpu_ms = []
+        for figures, laps in results:
+            laps_of_prefill = laps[figures["first_lap"] :]
+            cpu_ms.append(1e3 * sum(lap.cpu for lap in laps_of_prefill))
+            gpu_ms.append(1e3 * sum(lap.gpu for lap in laps_of_prefill))
         return {
-            **made[0][0],
-            "laps": [laps for _, laps in made],
-            "busy_ms": dict(zip(Lap._fields, map(max, zip(*busy, strict=True)), strict=True)),
+            **leader_figures,
+            "laps": [laps for _, laps in results],
+            "busy_ms": {"cpu": max(cpu_ms), "gpu": max(gpu_ms)},
         }
 
     def parts(self, config: PrefillConfig, rank: int = 0) -> ModelParts:
-        """Return the model as a prefill takes it, made once as by an engine; simulated hosts share
-        weights."""
-        key = rank, config.backend
+        """Return the model as a prefill takes it, made once, as by an engine.
+
+        Args:
+            rank: the simulated host's; hosts share weights.
+        """
+        key = (rank, config.backend)
         if key not in self._parts:
-            self._parts[key] = inspect_model(
-                share_weights(self.model) if rank else self.model, config.backend
-            )
+            model = self.model if rank == 0 else share_weights(self.model)
+            self._parts[key] = inspect_model(model, config.backend)
         return self._parts[key]
 
     def _run_alone(self, config: PrefillConfig, job: Job) -> dict:
@@ -169,12 +197,20 @@ class Bench:
 def measure(
     bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int
 ) -> list[list[dict]]:
-    """Run all cases of a workload in turn, round after round; return each case's figures, on host
-    0."""
+    """Run all cases of a workload in turn, round after round.
+
+    Args:
+        rounds: that are measured.
+        warmup: rounds before, which are not.
+
+    Returns:
+        each case's figures, by round, on host 0.
+    """
     job = bench.prepare(workload)
     samples: list[list[dict]] = [[] for _ in cases]
-    for index in range(warmup + rounds):
-        for case, own in zip(cases, samples, strict=True):
-            found = bench.run(case, job)
-            own += [found] if index >= warmup else []
+    for number in range(warmup + rounds):
+        for case, samples_of_case in zip(cases, samples, strict=True):
+            figures = bench.run(case, job)
+            if number >= warmup:
+                samples_of_case.append(figures)
     return samples

@@ -1,5 +1,4 @@
-"""Draws clips of scenes with captions: words, and numbers or other words that they are assigned;
-asks about these.
+"""Draws clips with captions, of words and what they are assigned, and asks about these.
 
 A caption is one row of a frame's 4 x 4 cells, such as "river = 4 7" or "stone = river", with one
 text in each cell and a dimmed scene behind. Each cell is a visual token of the model that
@@ -12,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 import numpy as np
@@ -29,10 +29,12 @@ CELL = SIDE // GRID
 LONGEST_WORD = 6  # letters, legible in a cell
 # What a cell without a text reads as, by scene; a pretrained decoder reads on over such marks.
 MARKS = dict(zip(clips.SCENES, ("-", ".", ";", ",", ",", ",", ","), strict=True))
+# The texts of cells that are no words.
 SIGNS = (*MARKS.values(), "=", *"0123456789")
-NUM_PAIRS, CHAIN = 2, 3  # words with a number of their own, and words that share one
+NUM_PAIRS = 2  # words with a number of their own
+CHAIN = 3  # words that share a number
 
-# By task; an answer's beginning is given, as in RULER.
+# Each task's question, and the beginning of its answer, which is given as in RULER.
 QUESTIONS = {
     "retrieval": ("Which number does the video show for {word}? Answer with the number only.", ""),
     "tracking": (
@@ -43,11 +45,10 @@ QUESTIONS = {
 
 
 def token_of(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Return the one token that a cell's text is read as, words with a space before; None if it
-    takes several."""
-    ids = tokenizer.encode(
-        f" {text}" if text.isalpha() or text == "=" else text, add_special_tokens=False
-    )
+    """Return the token of a cell's text, None if it takes several; a word has a space before."""
+    if text.isalpha() or text == "=":
+        text = f" {text}"
+    ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
 
 
@@ -55,18 +56,17 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the words that captions are made of: short ones that are one token.
 
     Raises:
-        ValueError: the tokenizer has too few of them, or does not encode digits one by one.
+        InvalidRequestError: the tokenizer has too few of them, or does not encode digits one by
+            one.
     """
-    words = [
-        word
-        for word in NOUNS
-        if len(word) <= LONGEST_WORD and token_of(tokenizer, word) is not None
-    ]
-    several = token_of(tokenizer, "47") is None and None not in (
-        token_of(tokenizer, sign) for sign in SIGNS
-    )
-    if len(words) < NUM_PAIRS + CHAIN or not several:
-        raise ValueError(
+    words = []
+    for word in NOUNS:
+        if len(word) <= LONGEST_WORD and token_of(tokenizer, word) is not None:
+            words.append(word)
+    has_signs = all(token_of(tokenizer, sign) is not None for sign in SIGNS)
+    joins_digits = token_of(tokenizer, "47") is not None
+    if len(words) < NUM_PAIRS + CHAIN or not has_signs or joins_digits:
+        raise InvalidRequestError(
             "captions need a tokenizer with short English words as one token, and one for each "
             "digit"
         )
@@ -81,11 +81,14 @@ class Caption(NamedTuple):
 
 
 class CaptionedClip(NamedTuple):
-    """Scenes of a frame each, and captions by frame.
+    """The specification of a clip with captions.
 
     Attributes:
-        pairs, chain: the captions of words with a number each, and of a word with a number, a word
-            with that word's, and so on; both in the order of time.
+        scenes: of one frame each.
+        captions: by the number of the frame.
+        pairs: captions of a word and its number, in the order of time.
+        chain: captions of a word and its number, of a second word and the first one, and so on, in
+            the order of time.
     """
 
     scenes: clips.ClipSpec
@@ -95,38 +98,49 @@ class CaptionedClip(NamedTuple):
 
 
 def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) -> CaptionedClip:
-    """Make the clip with number `seed` of a split, of at least ``NUM_PAIRS + CHAIN`` frames."""
+    """Make the clip with number `seed` of a split.
+
+    Args:
+        num_frames: at least ``NUM_PAIRS + CHAIN``.
+        words: see :func:`words_of`.
+    """
     rng = np.random.default_rng([clips.SPLITS.index(split), seed, num_frames])
     total = NUM_PAIRS + CHAIN
     scenes = clips.ClipSpec(tuple(clips.sample_scenes(rng, num_frames)), SCENE_GRID)
+
+    # The captions: pairs first, then the chain, whose first word has a number as pairs have.
     names = rng.permutation(words)[:total].tolist()
-    numbers = [
-        tuple(str(number)) for number in rng.permutation(np.arange(10, 100))[: NUM_PAIRS + 1]
-    ]
-    values = [*numbers, *((name,) for name in names[NUM_PAIRS:-1])]
-    made = [
-        Caption(int(rng.integers(GRID)), (name, "=", *value))
-        for name, value in zip(names, values, strict=True)
-    ]
-    pairs = made[:NUM_PAIRS]
-    chain = made[NUM_PAIRS:]
-    in_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
-    rest = iter(pairs)
-    linked = iter(chain)
-    order = [next(linked if place in in_chain else rest) for place in range(total)]
+    numbers = rng.permutation(np.arange(10, 100))[: NUM_PAIRS + 1].tolist()
+    captions = []
+    for place, name in enumerate(names):
+        if place < len(numbers):
+            value = tuple(str(numbers[place]))
+        else:
+            value = (names[place - 1],)
+        row = int(rng.integers(GRID))
+        captions.append(Caption(row, (name, "=", *value)))
+    pairs = captions[:NUM_PAIRS]
+    chain = captions[NUM_PAIRS:]
+
+    # Their order, in which each kind stays in order, and their frames.
+    places_of_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
     frames = np.sort(rng.choice(num_frames, total, replace=False)).tolist()
-    return CaptionedClip(scenes, dict(zip(frames, order, strict=True)), pairs, chain)
+    next_pairs = iter(pairs)
+    next_of_chain = iter(chain)
+    by_frame = {}
+    for place, frame in enumerate(frames):
+        by_frame[frame] = next(next_of_chain if place in places_of_chain else next_pairs)
+    return CaptionedClip(scenes, by_frame, pairs, chain)
 
 
 def draw(picture: np.ndarray, caption: Caption) -> np.ndarray:
-    """Draw a caption over a frame, uint8 RGB [H, W, 3], with Pillow's own font as large as fits
-    into a cell."""
+    """Draw a caption over a frame, uint8 RGB [H, W, 3]."""
     dimmed = picture.copy()
     band = slice(caption.row * CELL, (caption.row + 1) * CELL)
     dimmed[band] = dimmed[band] * 0.35
     canvas = Image.fromarray(dimmed)
     for column, text in enumerate(caption.cells):
-        middle = (column + 0.5) * CELL, (caption.row + 0.5) * CELL
+        middle = ((column + 0.5) * CELL, (caption.row + 0.5) * CELL)
         ImageDraw.Draw(canvas).text(
             middle, text, font=_font_for(text), anchor="mm", fill=(240, 240, 240)
         )
@@ -135,8 +149,13 @@ def draw(picture: np.ndarray, caption: Caption) -> np.ndarray:
 
 @cache
 def _font_for(text: str) -> ImageFont.FreeTypeFont:
-    fonts = map(ImageFont.load_default, range(CELL - 10, 0, -1))
-    return next(font for font in fonts if font.getlength(text) < CELL - 1)
+    """Return Pillow's own font, as large as lets a text fit into a cell."""
+    size = CELL - 10
+    font = ImageFont.load_default(size)
+    while font.getlength(text) >= CELL - 1:
+        size -= 1
+        font = ImageFont.load_default(size)
+    return font
 
 
 def render_scenes(scenes: clips.ClipSpec) -> np.ndarray:
@@ -170,45 +189,61 @@ class CaptionExam(Exam):
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
         clip = self.clip(seed)
-        names = ", ".join(caption.cells[0] for caption in self.clip(seed).chain)
-        answers = {"retrieval": "".join(clip.pairs[0].cells[2:]), "tracking": f" {names}"}
-        return [(task, self._asked(seed, task)[0], answers[task]) for task in self.tasks]
+        number = "".join(clip.pairs[0].cells[2:])
+        names = ", ".join(caption.cells[0] for caption in clip.chain)
+        answers = {"retrieval": number, "tracking": f" {names}"}
+        asked = []
+        for task in self.tasks:
+            question, _ = self._asked(seed, task)
+            asked.append((task, question, answers[task]))
+        return asked
 
     def start(self, seed: int, task: str) -> str:
-        return self._asked(seed, task)[1]
+        _, start = self._asked(seed, task)
+        return start
 
     def score(self, task: str, said: str, answer: str) -> float:
         """Return the share of a right answer's words that an answer has."""
-        wanted = answer.split(", ")
-        return sum(word.strip() in said for word in wanted) / len(wanted)
+        words = answer.split(", ")
+        num_right = 0
+        for word in words:
+            if word.strip() in said:
+                num_right += 1
+        return num_right / len(words)
 
     def needle_tokens(self, seed: int, task: str) -> np.ndarray:
         clip = self.clip(seed)
         asked = clip.pairs[:1] if task == "retrieval" else clip.chain
-        shown = {number: caption for number, caption in clip.captions.items() if caption in asked}
-        return self._texts(shown) != ""
+        relevant = {frame: caption for frame, caption in clip.captions.items() if caption in asked}
+        return self._texts(relevant) != ""
 
     def texts(self, seed: int) -> np.ndarray:
-        """Return the text at each of the clip's visual tokens, str [tokens]; "" where there is
-        none."""
+        """Return the text at each of the clip's visual tokens, str [tokens]; "" without a text."""
         return self._texts(self.clip(seed).captions)
 
-    def _asked(self, seed: int, task: str) -> list[str]:
+    def _asked(self, seed: int, task: str) -> tuple[str, str]:
         """Return a task's question, and the beginning of its answer."""
         clip = self.clip(seed)
-        about = {"word": clip.pairs[0].cells[0], "number": "".join(clip.chain[0].cells[2:])}
-        return [text.format(**about) for text in QUESTIONS[task]]
+        word = clip.pairs[0].cells[0]
+        number = "".join(clip.chain[0].cells[2:])
+        question, start = QUESTIONS[task]
+        return question.format(word=word, number=number), start.format(word=word, number=number)
 
     def _texts(self, captions: dict[int, Caption]) -> np.ndarray:
+        """Return the text of some captions at each visual token, str [tokens]; "" elsewhere."""
         cells = np.full((self.num_shots, GRID, GRID), "", dtype=f"U{LONGEST_WORD}")
-        for number, caption in captions.items():
-            cells[number, caption.row, : len(caption.cells)] = caption.cells
-        return np.append(cells.flatten(), "")  # a newline ends the video
+        for frame, caption in captions.items():
+            cells[frame, caption.row, : len(caption.cells)] = caption.cells
+        # A newline ends the video.
+        return np.append(cells.flatten(), "")
 
 
 def exam_like(exam: Exam, tokenizer: PreTrainedTokenizerBase) -> CaptionExam:
-    """Return an exam with as many captioned clips of the same length; see :func:`words_of` for
-    errors."""
+    """Return an exam with captioned clips of the same split and length.
+
+    Raises:
+        InvalidRequestError: see :func:`words_of`.
+    """
     return CaptionExam(
         GRID, exam.num_shots, exam.folder, tuple(QUESTIONS), exam.split, words_of(tokenizer)
     )

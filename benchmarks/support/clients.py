@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from apbv import Engine, HostGroup
@@ -22,8 +23,13 @@ _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a client saw it: times in seconds since it asked, the text and how many tokens
-    it has."""
+    """An answer as a client saw it.
+
+    Attributes:
+        first_token, end: seconds from the request to the first text, and to the end.
+        text: the answer.
+        num_tokens: of the answer, by the server's count.
+    """
 
     first_token: float
     end: float
@@ -38,31 +44,43 @@ def stream_answer(port: int, body: dict, timeout: float, asked: float | None = N
         asked: when the request was to be sent, by which its times count; None: now.
 
     Raises:
-        ValueError: the server answers with an error.
+        InvalidRequestError: the server answers with an error.
     """
-    body = {"model": "benchmark", **body, "stream": True, "stream_options": {"include_usage": True}}
-    began = asked or time.perf_counter()
-    first = None
-    text = ""
-    num_tokens = 0
+    began = time.perf_counter() if asked is None else asked
+    body = {
+        "model": "benchmark",
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     data = json.dumps(body).encode()
     try:
         response = _OPEN(url, data, timeout)
     except urllib.error.HTTPError as error:
-        raise ValueError(f"the server answers {error.code}: {error.read().decode()}") from error
+        raise InvalidRequestError(
+            f"the server answers {error.code}: {error.read().decode()}"
+        ) from error
+    first = None
+    text = ""
+    num_tokens = 0
     with response:
         for line in response:
-            if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise ValueError(f"the server fails: {event['error']['message']}")
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content", "")
-                num_tokens = num_tokens or (event["usage"] or {}).get("completion_tokens", 0)
-                first = first or (time.perf_counter() if text else None)
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise InvalidRequestError(f"the server fails: {event['error']['message']}")
+            for choice in event["choices"]:
+                text += choice["delta"].get("content", "")
+            if event["usage"] and num_tokens == 0:
+                num_tokens = event["usage"].get("completion_tokens", 0)
+            if text and first is None:
+                first = time.perf_counter()
     end = time.perf_counter()
-    return Answer((first or end) - began, end - began, text, num_tokens)
+    if first is None:
+        first = end
+    return Answer(first - began, end - began, text, num_tokens)
 
 
 def serve_while(
@@ -85,7 +103,8 @@ def serve_while(
             ask(port)
         except BaseException as error:
             failures.append(error)
-        os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
+        # This ends the server gracefully.
+        os.kill(os.getpid(), signal.SIGTERM)
 
     if hosts.is_leader:
         threading.Thread(target=clients, daemon=True).start()

@@ -13,9 +13,8 @@ It needs only numpy, Pillow and PyAV.
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import groupby
 from pathlib import Path
 
 import av
@@ -49,8 +48,15 @@ _PAINTS = (
     (35, 205, 215),
 )
 COLOURS = dict(zip(BORDERS, _PAINTS, strict=True))
-_SHAPES = "still disc", "moving disc", "still square", "moving square"
-SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
+SCENES = (
+    "grey noise",
+    "smooth gradient",
+    "printed text",
+    "still disc",
+    "moving disc",
+    "still square",
+    "moving square",
+)
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
@@ -93,7 +99,9 @@ class Shot:
     @property
     def description(self) -> str:
         """Describe the shot in two words: "red K" for a lettered shot, the scene for the others."""
-        return f"{self.needle.colour} {self.needle.letter}" if self.needle else self.scene
+        if self.needle is None:
+            return self.scene
+        return f"{self.needle.colour} {self.needle.letter}"
 
 
 @dataclass(frozen=True)
@@ -119,10 +127,16 @@ Placement = tuple[tuple[int, str, str], ...]
 
 
 def split_of(placement: Placement, num_shots: int) -> str:
-    """Return the only split that may have a placement: a tenth of all are for test, a tenth for
-    validation."""
-    digest = zlib.crc32(repr((num_shots, placement)).encode()) % 10
-    return {0: "test", 1: "validation"}.get(digest, "train")
+    """Return the only split that may have a placement.
+
+    A tenth of all placements are for test, and a tenth for validation.
+    """
+    tenth = zlib.crc32(repr((num_shots, placement)).encode()) % 10
+    if tenth == 0:
+        return "test"
+    if tenth == 1:
+        return "validation"
+    return "train"
 
 
 def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Placement:
@@ -144,8 +158,10 @@ def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Pl
 
 
 def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
-    """Draw scenes until they fill a number of shots; two in five last one shot, the others two to
-    eight."""
+    """Draw scenes until they fill a number of shots.
+
+    Two in five last one shot, the others two to eight.
+    """
     shots: list[Shot] = []
     while len(shots) < num_shots:
         length = 1 if rng.random() < 0.4 else int(rng.integers(2, LONGEST_SCENE + 1))
@@ -174,8 +190,10 @@ def make_clip(
     rng = np.random.default_rng([SPLITS.index(split), seed, num_shots, grid, kinds])
     shots = sample_scenes(rng, num_shots)
     for place, colour, letter in sample_placement(rng, num_shots, split):
-        needle = Needle(int(rng.integers(0, 2**62)), str(rng.choice(list(needles))), colour, letter)
-        shots[place] = Shot(shots[place].seed, shots[place].scene, shots[place].age, needle)
+        needle_seed = int(rng.integers(0, 2**62))
+        kind = str(rng.choice(list(needles)))
+        needle = Needle(needle_seed, kind, colour, letter)
+        shots[place] = replace(shots[place], needle=needle)
     return ClipSpec(tuple(shots), grid)
 
 
@@ -189,20 +207,16 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
         (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting
         and describe.
     """
-    asked = [
-        ("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter)
-        for needle in clip.needles
-    ]
-    return [
-        *asked,
-        ("ordering", ORDERING_QUESTION, " ".join(needle.letter for needle in clip.needles)),
-        ("counting", COUNTING_QUESTION, str(len(clip.needles))),
-        (
-            "describe",
-            DESCRIBE_QUESTION,
-            ", ".join(shot.description for shot in clip.shots) + ", end",
-        ),
-    ]
+    asked = []
+    for needle in clip.needles:
+        question = RETRIEVAL_QUESTION.format(colour=needle.colour)
+        asked.append(("retrieval", question, needle.letter))
+    letters = [needle.letter for needle in clip.needles]
+    asked.append(("ordering", ORDERING_QUESTION, " ".join(letters)))
+    asked.append(("counting", COUNTING_QUESTION, str(len(clip.needles))))
+    descriptions = [shot.description for shot in clip.shots]
+    asked.append(("describe", DESCRIBE_QUESTION, ", ".join([*descriptions, "end"])))
+    return asked
 
 
 def asked_apart(clip: ClipSpec) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
@@ -219,12 +233,13 @@ def render(clip: ClipSpec) -> np.ndarray:
         uint8 RGB [T, H, W, 3] with T = 2 * number of shots and H = W = 28 * grid.
     """
     size = TOKEN_SIZE * clip.grid
+    scene = None
     frames = []
-    for (seed, kind), shots in groupby(clip.shots, lambda shot: (shot.seed, shot.scene)):
-        scene = _Scene(seed, kind, size)
-        frames += [
-            _render_frame(shot, scene, index) for shot in shots for index in range(FRAMES_PER_SHOT)
-        ]
+    for shot in clip.shots:
+        if scene is None or (scene.seed, scene.kind) != (shot.seed, shot.scene):
+            scene = _Scene(shot.seed, shot.scene, size)
+        for index in range(FRAMES_PER_SHOT):
+            frames.append(_render_frame(shot, scene, index))
     return np.stack(frames)
 
 
@@ -234,11 +249,9 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
     It is as large as the smallest frame, and begins at any patch of a larger one.
     """
     side = 2 * TOKEN_SIZE
-    step = TOKEN_SIZE // 2
-    top, left = (
-        np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2)
-        * step
-    )
+    patch = TOKEN_SIZE // 2
+    num_places = (size - side) // patch + 1
+    top, left = np.random.default_rng([needle.seed, 0]).integers(0, num_places, size=2) * patch
     return int(top), int(left), side
 
 
@@ -247,13 +260,17 @@ def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
     if shot.needle is None:
         return np.zeros((grid, grid), dtype=bool)
     top, left, side = needle_box(shot.needle, TOKEN_SIZE * grid)
-    edges = np.arange(grid) * TOKEN_SIZE
-    ends = (
-        (np.maximum(edges, begin), np.minimum(edges + TOKEN_SIZE, begin + side))
-        for begin in (top, left)
-    )
-    rows, columns = ((last - first).clip(min=0) for first, last in ends)
+    rows = _covered(top, top + side, grid)
+    columns = _covered(left, left + side, grid)
     return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
+
+
+def _covered(start: int, stop: int, grid: int) -> np.ndarray:
+    """Return how many pixels of each token a range covers along one side, int [grid]."""
+    edges = np.arange(grid) * TOKEN_SIZE
+    first = np.maximum(edges, start)
+    last = np.minimum(edges + TOKEN_SIZE, stop)
+    return (last - first).clip(min=0)
 
 
 def write_mp4(
@@ -267,11 +284,11 @@ def write_mp4(
         fps: frames per second.
         options: of the encoder (default: constant rate factor 18).
     """
-    with av.open(str(path), "w", format="mp4") as container:
+    if not options:
         # With one thread the encoder makes the same decisions, and hence the same file, everywhere.
-        stream = container.add_stream(
-            "libx264", rate=fps, options=options or {"crf": "18", "threads": "1"}
-        )
+        options = {"crf": "18", "threads": "1"}
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=fps, options=options)
         stream.pix_fmt = "yuv420p"
         for number, frame in enumerate(frames):
             if not isinstance(frame, av.VideoFrame):
@@ -279,7 +296,8 @@ def write_mp4(
             if number == 0:
                 stream.height = frame.height
                 stream.width = frame.width
-            frame.pts, frame.time_base = number, Fraction(1, fps)
+            frame.pts = number
+            frame.time_base = Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
@@ -295,8 +313,10 @@ class _Scene:
 
     def __init__(self, seed: int, kind: str, size: int) -> None:
         rng = np.random.default_rng([seed, SCENES.index(kind)])
+        self.seed = seed
         self.kind = kind
         self.size = size
+        # The background.
         if kind == "grey noise":
             self.still = _noise(rng, size)
         elif kind == "smooth gradient":
@@ -305,12 +325,15 @@ class _Scene:
             self.still = _gradient(rng, size, contrast=rng.uniform(0, 25))
         if kind == "printed text":
             self.still = _print_text(rng, self.still)
+        # The shape, if there is one, and its path in pixels and pixels per frame.
         self.shape = kind.split()[1]
         self.fill = _muted_colour(rng, brightness=rng.choice([30, 210]))
         self.radius = rng.uniform(9, 14) * (size / 56) ** rng.uniform(0.3, 1)
         self.start = rng.uniform(0, 2 * (size - 2 * self.radius), size=2)
         angle = rng.uniform(0, 2 * np.pi)
-        speed = rng.uniform(4, 7) * (size / 56) ** 0.5 if kind.startswith("moving") else 0.0
+        speed = 0.0
+        if kind.startswith("moving"):
+            speed = rng.uniform(4, 7) * (size / 56) ** 0.5
         self.velocity = speed * np.array([np.cos(angle), np.sin(angle)])
 
     def frame(self, number: int) -> np.ndarray:
@@ -325,7 +348,10 @@ class _Scene:
         canvas = Image.fromarray(np.clip(self.still, 0, 255).astype(np.uint8))
         draw = ImageDraw.Draw(canvas)
         corners = (x - self.radius, y - self.radius, x + self.radius, y + self.radius)
-        (draw.ellipse if self.shape == "disc" else draw.rectangle)(corners, fill=self.fill)
+        if self.shape == "disc":
+            draw.ellipse(corners, fill=self.fill)
+        else:
+            draw.rectangle(corners, fill=self.fill)
         return np.asarray(canvas, dtype=np.float64)
 
 
@@ -335,28 +361,29 @@ def _render_frame(shot: Shot, scene: _Scene, index: int) -> np.ndarray:
     picture = scene.frame(number)
     if shot.needle:
         picture = _draw_needle(shot.needle, picture)
-    flicker = np.random.default_rng([shot.seed, number, 1]).standard_normal(
-        (*picture.shape[:2], 1), np.float32
-    )
+    height, width, _ = picture.shape
+    rng = np.random.default_rng([shot.seed, number, 1])
+    flicker = rng.standard_normal((height, width, 1), np.float32)
     return np.clip(picture + 3 * flicker, 0, 255).astype(np.uint8)
 
 
 def _noise(rng: np.random.Generator, size: int) -> np.ndarray:
     """Draw near-grey blocks of random size, brightness and contrast, float [H, W, 3]."""
     block = int(rng.choice([2, 4, 7, 14]))
-    texture = rng.normal(
-        rng.uniform(70, 140), rng.uniform(15, 35), size=(size // block, size // block, 1)
-    )
-    return np.kron(texture + rng.normal(0, 4, size=3), np.ones((block, block, 1)))
+    brightness = rng.uniform(70, 140)
+    contrast = rng.uniform(15, 35)
+    texture = rng.normal(brightness, contrast, size=(size // block, size // block, 1))
+    tint = rng.normal(0, 4, size=3)
+    return np.kron(texture + tint, np.ones((block, block, 1)))
 
 
 def _gradient(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray:
-    """Draw a gradient from one muted colour to a brighter one at a random angle, float [H, W,
-    3]."""
+    """Draw a gradient from a muted colour to a brighter one at any angle, float [H, W, 3]."""
     angle = rng.uniform(0, 2 * np.pi)
     steps = np.linspace(-0.7, 0.7, size)
     slope = np.cos(angle) * steps[:, None] + np.sin(angle) * steps[None, :]
-    return np.array(_muted_colour(rng, rng.uniform(85, 145))) + contrast * slope[..., None]
+    colour = _muted_colour(rng, brightness=rng.uniform(85, 145))
+    return np.array(colour) + contrast * slope[..., None]
 
 
 def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
@@ -367,17 +394,19 @@ def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
     height = int(rng.integers(9, 13) * (size / 56) ** rng.uniform(0, 0.6))
     font = ImageFont.load_default(size=height)
     ink = int(rng.choice([15, 235]))
+    characters = list("abcdefghijklmnopqrstuvwxyz0123456789  ")
+    line_length = 1 + 2 * size // height
     for top in range(int(rng.integers(0, 5)), size - height, height + 2):
-        line = "".join(
-            rng.choice(list("abcdefghijklmnopqrstuvwxyz0123456789  "), size=1 + 2 * size // height)
-        )
-        draw.text((int(rng.integers(0, 5)), top), line, font=font, fill=(ink,) * 3)
+        line = "".join(rng.choice(characters, size=line_length))
+        left = int(rng.integers(0, 5))
+        draw.text((left, top), line, font=font, fill=(ink, ink, ink))
     return np.asarray(canvas, dtype=np.float64)
 
 
 def _muted_colour(rng: np.random.Generator, brightness: float) -> tuple[int, int, int]:
     """Draw a colour that is far less saturated than any border's."""
-    return tuple(int(value) for value in np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255))
+    values = np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255)
+    return tuple(int(value) for value in values)
 
 
 def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
@@ -385,23 +414,34 @@ def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
     size = picture.shape[0]
     top, left, side = needle_box(needle, size)
     rng = np.random.default_rng([needle.seed, 1])
+
+    # The background. A card is drawn in any case, so that what follows does not depend on the kind.
     card = _gradient(rng, size, contrast=rng.uniform(0, 30)) * 0.6
-    background = card if needle.kind == "inserted" else picture.copy()
-    if needle.kind == "edited":
+    if needle.kind == "inserted":
+        background = card
+    else:
+        background = picture.copy()
         background[top : top + side, left : left + side] *= 0.6
     canvas = Image.fromarray(np.clip(background, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
-    # Pillow's built-in font makes clips look the same wherever they are rendered.
+
+    # The letter. Pillow's built-in font makes clips look the same wherever they are rendered.
     font = ImageFont.load_default(size=int(rng.integers(29, 40)))
     centre = np.array([left, top]) + side / 2 + rng.uniform(-4, 4, size=2)
     brightness = int(rng.integers(215, 256))
     draw.text(
-        tuple(centre), needle.letter, font=font, anchor="mm", fill=(brightness,) * 3, stroke_width=1
+        tuple(centre),
+        needle.letter,
+        font=font,
+        anchor="mm",
+        fill=(brightness, brightness, brightness),
+        stroke_width=1,
     )
-    border = np.clip(
-        np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3), 0, 255
-    ).astype(int)
+
+    # The border.
+    colour = np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3)
+    colour = tuple(int(value) for value in np.clip(colour, 0, 255))
     width = int(rng.integers(5, 8))
     corners = (left, top, left + side - 1, top + side - 1)
-    draw.rectangle(corners, outline=tuple(map(int, border)), width=width)
+    draw.rectangle(corners, outline=colour, width=width)
     return np.asarray(canvas, dtype=np.float64)

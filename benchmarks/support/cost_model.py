@@ -1,15 +1,16 @@
-"""Counts the arithmetic of one prefill on every host, the KV that it keeps, and what it receives
-from others.
+"""Counts each host's arithmetic in one prefill, the KV that it keeps, and what it receives.
 
 Nothing runs. A multiply-add is 2 FLOPs; causal attention of l rows has exactly l (l + 1) / 2
 (query, key) pairs. Left out are element-wise operations (norms, rotary positions, activations).
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
 from apbv import PrefillConfig
+from apbv.errors import InvalidRequestError
 from apbv.layout import ContextLayout, intersect, split_evenly
 from apbv.model.parts import RULE_CHUNK, DecoderSizes, prompts_like
 from apbv.prefilling import methods
@@ -29,8 +30,12 @@ ATTENTION = (
 # (apbv.prefilling.split_linear_attention).
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "linear", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
-_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate
-_SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
+# Vision towers whose MLPs have a gate.
+_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")
+# Exact methods: hosts share all rows, and no token is replicated.
+_EXACT = ("zigzag_ring", "ulysses")
+# Methods that compute the query in a pass of its own, behind the context's.
+_SEPARATE_QUERY = ("star", "apb")
 
 
 @dataclass(frozen=True)
@@ -67,49 +72,69 @@ class VisionShape:
 
     @classmethod
     def from_config(cls, config) -> "VisionShape":
-        """Read the sizes from a vision-language config; families differ in names and in what
-        follows the tower.
+        """Read the sizes from a vision-language config.
+
+        Families differ in the names of fields and in what follows the tower.
 
         Raises:
-            ValueError: the family is unknown.
+            InvalidRequestError: the family is unknown.
         """
+        # The layers.
         vision = config.vision_config
         family = prompts_like(config.model_type)
         width = config.get_text_config().hidden_size
         layers = vision.num_hidden_layers
         deepstack = DecoderSizes.from_config(config).deepstack
-        hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
-        mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
-        if family == "glm4v":  # the other is the merger's
+        if family == "qwen2_vl":
+            hidden = vision.embed_dim
+            mlp = hidden * vision.mlp_ratio
+        else:
+            hidden = vision.hidden_size
+            mlp = vision.intermediate_size
+        if family == "glm4v":
+            # Its intermediate_size is the merger's.
             mlp = vision.out_hidden_size
+        mlp_matrices = 3 if family in _GATED else 2
+        weights = layers * hidden * (4 * hidden + mlp_matrices * mlp)
+
+        # What merges patches into tokens, and projects them.
         if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"):
             patches = vision.spatial_merge_size**2
             outer = (1 + deepstack) * patches * hidden * (patches * hidden + width)
-        elif family == "glm4v":  # a convolution, a projection and a gated MLP
+        elif family == "glm4v":
+            # A convolution, a projection and a gated MLP.
             patches = vision.spatial_merge_size**2
             outer = patches * hidden * width + width**2 + 3 * width * vision.intermediate_size
-        elif family == "video_llama_3":  # of a frame four patches make a token, of an image each
+        elif family == "video_llama_3":
+            # Four patches of a frame make a token; of an image, each patch would.
             patches = 4
             outer = width * (hidden + width)
         elif family == "internvl":
             patches = int(1 / config.downsample_ratio) ** 2
             outer = width * (patches * hidden + width)
-        elif (
-            family == "llava_onevision"
-        ):  # all patches are projected, then a frame's side is halved
+        elif family == "llava_onevision":
+            # All patches are projected, then a frame's side is halved, rounded up.
             side = vision.image_size // vision.patch_size
             patches = (side / -(-side // 2)) ** 2
             outer = patches * width * (hidden + width)
-        elif family == "llava_next_video":  # a frame's side is halved, then projected
+        elif family == "llava_next_video":
+            # A frame's side is halved, then its tokens are projected.
             patches = 4
             outer = width * (hidden + width)
         else:
-            raise ValueError(f"the cost model does not know the vision tower of {family}")
-        sides = [vision.patch_size] * 2 if isinstance(vision.patch_size, int) else vision.patch_size
-        outer += patches * 3 * getattr(vision, "temporal_patch_size", 1) * prod(sides) * hidden
-        weights = layers * hidden * (4 * hidden + (3 if family in _GATED else 2) * mlp)
+            raise InvalidRequestError(f"the cost model does not know the vision tower of {family}")
+
+        # The patch embedding, of three colors.
+        if isinstance(vision.patch_size, int):
+            patch_area = vision.patch_size**2
+        else:
+            patch_area = prod(vision.patch_size)
+        patch_frames = getattr(vision, "temporal_patch_size", 1)
+        outer += patches * 3 * patch_frames * patch_area * hidden
+
         has_class_token = family == "internvl" or vision.model_type == "clip_vision_model"
-        return cls(layers, hidden, weights, patches, int(has_class_token), outer, deepstack)
+        class_tokens = 1 if has_class_token else 0
+        return cls(layers, hidden, weights, patches, class_tokens, outer, deepstack)
 
 
 @dataclass(frozen=True)
@@ -126,58 +151,58 @@ class Shape(DecoderSizes):
 
     @classmethod
     def from_config(cls, config, bytes_per_number: int = 2) -> "Shape":
-        """Read the sizes from a transformers config of a text model or of a vision-language model
-        around one.
+        """Read the sizes from a transformers config of a text or vision-language model.
 
         Raises:
-            ValueError: the vision tower is of an unknown family.
+            InvalidRequestError: the vision tower is of an unknown family.
         """
-        vision = VisionShape.from_config(config) if hasattr(config, "vision_config") else None
+        vision = None
+        if hasattr(config, "vision_config"):
+            vision = VisionShape.from_config(config)
         return super().from_config(config, bytes_per_number=bytes_per_number, vision=vision)
 
     @property
     def token_weights(self) -> dict[str, int]:
-        """Count the weights of all layers that compute a token.
-
-        Of attention q, k, v and o; of a hybrid's, whose outputs have a gate, one more as wide as q,
-        and those of linear attention: q, k and v, gate, the numbers that control the rule, and o.
-        Of MLPs gate, up and down, and a router.
-        """
-        projections = (
-            self.kv_layers * 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        )
+        """Count the weights of all layers that compute a token, by part."""
+        # Of attention q, k, v and o.
+        attention_width = 2 * (self.heads + self.kv_heads) * self.head_dim
+        projections = self.kv_layers * self.hidden * attention_width
         if self.linear is not None:
-            values = self.linear.value_heads * self.linear.value_dim
+            # A hybrid's attention has a gate of its outputs, as wide as q.
             projections += self.kv_layers * self.hidden * self.heads * self.head_dim
-            widths = self.linear.channels + 2 * values + 2 * self.linear.value_heads
-            projections += len(self.linear.layers) * self.hidden * widths
-        return {
-            "projections": projections,
-            "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts),
-        }
+            # Of linear attention q, k and v, the gate and o, and two numbers that control the rule.
+            values = self.linear.value_heads * self.linear.value_dim
+            linear_width = self.linear.channels + 2 * values + 2 * self.linear.value_heads
+            projections += len(self.linear.layers) * self.hidden * linear_width
+        # Of MLPs gate, up and down, and a router.
+        mlp = self.layers * self.hidden * (3 * self.intermediate + self.experts)
+        return {"projections": projections, "mlp": mlp}
 
     def rule_macs(self, is_map: bool) -> int:
-        """Count the multiply-adds of linear attention for one token in all layers, by transformers'
-        rule.
+        """Count a token's multiply-adds in the rule of linear attention, in all layers.
+
+        The rule is transformers', chunk by chunk.
 
         Args:
-            is_map: of the map of a block, whose values are wider by Dk.
+            is_map: whether a block's map is computed, whose values are wider by Dk.
         """
         if self.linear is None:
             return 0
-        keys = self.linear.key_dim
-        values = self.linear.value_dim + is_map * self.linear.key_dim
-        head = RULE_CHUNK * (3 * keys + 2 * values) + 3 * keys * values
-        return len(self.linear.layers) * self.linear.value_heads * head
+        key_dim = self.linear.key_dim
+        value_dim = self.linear.value_dim
+        if is_map:
+            value_dim += key_dim
+        head_macs = RULE_CHUNK * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
+        return len(self.linear.layers) * self.linear.value_heads * head_macs
 
     def layouts(self, layout: ContextLayout) -> Counter[ContextLayout]:
         """Count the layers with attention that have each layout of a prompt."""
-        linear = () if self.linear is None else self.linear.layers
-        return Counter(
-            layout.in_layer(layer, self.layers)
-            for layer in range(self.layers)
-            if layer not in linear
-        )
+        linear_layers = () if self.linear is None else self.linear.layers
+        num_layers = Counter()
+        for layer in range(self.layers):
+            if layer not in linear_layers:
+                num_layers[layout.in_layer(layer, self.layers)] += 1
+        return num_layers
 
     @property
     def kv_bytes(self) -> int:
@@ -193,8 +218,8 @@ class Video:
         tokens: the run of its placeholders; timestamps between them, as in Qwen3-VL, count as
             placeholders.
         frames: number of temporal patches.
-        frame_tokens: tokens of a frame before a reduction leaves some out, of every frame equally
-            many, as is assumed; None: nothing is left out before the language model.
+        frame_tokens: tokens of a frame before a reduction leaves some out, assumed to be equally
+            many of every frame; None: nothing is left out before the language model.
     """
 
     tokens: range
@@ -203,18 +228,19 @@ class Video:
 
     def pieces(self, num_hosts: int) -> list[tuple[int, range]]:
         """Return for every host how many frames it encodes, and the tokens that these become."""
-        frames = range(self.frames)
-        shares = split_evenly(frames, num_hosts)
-        # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last
-        # frame.
-        count = len(self.tokens)
-        per_frame = len(self.tokens) // self.frames
-        ends = [
-            frame * (per_frame if self.frame_tokens is None else count / self.frames)
-            for frame in frames
-        ]
-        edges = [self.tokens.start + int(end) for end in ends] + [self.tokens.stop]
-        return [(len(share), range(edges[share.start], edges[share.stop])) for share in shares]
+        if self.frame_tokens is None:
+            # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last
+            # frame.
+            per_frame = len(self.tokens) // self.frames
+        else:
+            # What a reduction leaves of a frame need not be a whole number of tokens.
+            per_frame = len(self.tokens) / self.frames
+        edges = [self.tokens.start + int(frame * per_frame) for frame in range(self.frames)]
+        edges.append(self.tokens.stop)
+        pieces = []
+        for share in split_evenly(range(self.frames), num_hosts):
+            pieces.append((len(share), range(edges[share.start], edges[share.stop])))
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -240,8 +266,9 @@ def cost(
     video: Video | None = None,
     density: float = 1.0,
 ) -> list[HostCost]:
-    """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the
-    query.
+    """Compute the cost of one prefill, host by host.
+
+    Importance is taken to be ``peak``, and ``apbv`` to fuse the query.
 
     Args:
         shape: the model's sizes.
@@ -249,23 +276,21 @@ def cost(
             blocks.
         layout: what the method's ``plan`` returned.
         video: the prompt's video, if it has one.
-        density: the share of blocks' causal attention to themselves that is computed, as the
-            figures of a prefill with sparse attention give it; how these blocks are chosen is left
-            out.
+        density: the share of blocks' causal attention to themselves that is computed, from the
+            figures of a prefill with sparse attention. The choice of sparse blocks is not counted.
 
     Raises:
-        ValueError: the method has no sparse attention.
+        InvalidRequestError: the method has no sparse attention.
     """
-    if not 0 < density <= 1 or (density < 1 and method in _SHARED_OUT):
-        raise ValueError(f"{method} does not compute {density:g} of its attention")
+    if not 0 < density <= 1 or (density < 1 and method in _EXACT):
+        raise InvalidRequestError(f"{method} does not compute {density:g} of its attention")
     if not layout.is_split:
         method = "full"
-    separate = method in ("star", "apb")
-    costs = [
-        _host_cost(shape, method, layout, host, separate, video) for host in range(layout.num_hosts)
-    ]
-    for host in costs:
-        host.flops["block_to_self"] = round(density * host.flops["block_to_self"])
+    costs = []
+    for host in range(layout.num_hosts):
+        host_cost = _host_cost(shape, method, layout, host, video)
+        host_cost.flops["block_to_self"] = round(density * host_cost.flops["block_to_self"])
+        costs.append(host_cost)
     return costs
 
 
@@ -283,132 +308,203 @@ def cost_of_prompt(
         config: the method and the reduction.
 
     Raises:
-        ValueError: visual tokens are to be pruned of a text, or as :func:`cost`.
+        InvalidRequestError: visual tokens are to be pruned of a text, or as :func:`cost`.
     """
     num_tokens, start, stop, video = prompt
     if video is None and config.reduce is not None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video"
         )
-    gone = 0
-    if config.reduce is not None:  # of every frame as many tokens are left, as is assumed
-        count = len(video.tokens)
-        kept = max(1, round(count * config.reduce.ratio))
-        gone = count - kept
-        per_frame = count // video.frames
-        video = replace(
-            video, tokens=range(start, start + kept), frame_tokens=per_frame if gone else None
-        )
-    layout = methods.METHODS[config.method].plan(
-        hosts, num_tokens - gone, start, stop - gone, config
-    )
+    if config.reduce is not None:
+        # Equally many tokens are assumed to be left of every frame.
+        num_visual = len(video.tokens)
+        num_left = max(1, round(num_visual * config.reduce.ratio))
+        num_pruned = num_visual - num_left
+        frame_tokens = num_visual // video.frames if num_pruned else None
+        video = replace(video, tokens=range(start, start + num_left), frame_tokens=frame_tokens)
+        num_tokens -= num_pruned
+        stop -= num_pruned
+    plan = methods.METHODS[config.method].plan
+    layout = plan(hosts, num_tokens, start, stop, config)
     return layout, cost(shape, config.method, layout, video=video, density=density)
 
 
-def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
+def _host_cost(
+    shape: Shape, method: str, layout: ContextLayout, host: int, video: Video | None
+) -> HostCost:
     flops = Counter()
-    rows = sum(map(len, layout.local_spans(host)))
+
+    # Projections and MLPs, of the context's rows and of a separate pass of the query.
+    rows = _total_len(layout.local_spans(host))
+    query_rows = len(layout.query) if method in _SEPARATE_QUERY else 0
     for part, weights in shape.token_weights.items():
         flops[part] = 2 * rows * weights
-        flops["query_pass"] += 2 * len(layout.query) * weights * separate
-    flops["linear"] = 2 * rows * shape.rule_macs(False)
+        flops["query_pass"] += 2 * query_rows * weights
+
+    # Linear attention: the rule itself, and the maps of blocks.
+    flops["linear"] = 2 * rows * shape.rule_macs(is_map=False)
     if layout.num_hosts > 1:
-        flops["linear"] += 2 * sum(map(len, layout.block_rows(host)[:-1])) * shape.rule_macs(True)
-    for of_layers, num_layers in shape.layouts(layout).items():
-        for part, scores in _scores(shape, method, of_layers, host, separate).items():
+        mapped_rows = _total_len(layout.blocks_of(host))
+        flops["linear"] += 2 * mapped_rows * shape.rule_macs(is_map=True)
+
+    # Attention, and the scoring of pairs to pass on.
+    for layer_layout, num_layers in shape.layouts(layout).items():
+        for part, scores in _scores(shape, method, layer_layout, host).items():
             # Attention multiplies by K and by V, the scoring by K only.
-            flops[part] += (2 if part == "scoring" else 4) * num_layers * shape.head_dim * scores
+            flops_per_number = 2 if part == "scoring" else 4
+            flops[part] += flops_per_number * num_layers * shape.head_dim * scores
+
+    # The logits of the last token.
     if layout.last_token_host in (None, host):
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
+
+    # The vision tower, which sees a frame before tokens are left out.
     if video is not None:
-        frames, _ = video.pieces(layout.num_hosts)[host]
-        encoded = (
-            len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
-        )
-        flops["vision"] = round(frames * shape.vision.frame_flops(encoded))
-    received = _received(shape, method, layout, host, video) if layout.num_hosts > 1 else Counter()
-    return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
+        num_frames, _ = video.pieces(layout.num_hosts)[host]
+        frame_tokens = video.frame_tokens
+        if frame_tokens is None:
+            frame_tokens = len(video.tokens) // video.frames
+        flops["vision"] = round(num_frames * shape.vision.frame_flops(frame_tokens))
+
+    received = Counter()
+    if layout.num_hosts > 1:
+        received = _received(shape, method, layout, host, video)
+    kv_bytes = shape.kv_bytes * _total_len(layout.cache_spans(host))
+    return HostCost(flops, received, kv_bytes)
 
 
-def _scores(shape, method, layout, host, separate) -> dict[str, int]:
+def _total_len(spans: Iterable[range]) -> int:
+    return sum(len(span) for span in spans)
+
+
+def _scores(shape: Shape, method: str, layout: ContextLayout, host: int) -> dict[str, int]:
     """Count the (query head, query row, key) triples of one layer on one host, by part."""
     if method == "full":
-        return {
-            "block_to_self": shape.heads
-            * sum(causal_pairs(len(span)) for span in layout.local_spans(host))
-        }
+        pairs = sum(causal_pairs(len(span)) for span in layout.local_spans(host))
+        return {"block_to_self": shape.heads * pairs}
     heads = shape.heads
     blocks = layout.virtual_hosts(host)
-    if method == "ulysses":  # a share of the heads, over all tokens
+    if method == "ulysses":
+        # A host computes some of the heads, over all tokens.
         heads = len(_query_heads(shape, layout)[host])
         blocks = range(layout.num_hosts)
-    rows = {v: len(layout.blocks[v]) for v in blocks}
-    pairs = {"block_to_self": sum(map(causal_pairs, rows.values()))}
-    if method in _SHARED_OUT:
-        pairs["block_to_earlier"] = sum(rows[v] * layout.blocks[v].start for v in blocks)
+    if method in _EXACT:
+        pairs = _exact_pairs(layout, blocks)
     else:
-        anchor = layout.anchor_len
-        query = len(layout.query)
-        last = len(layout.blocks) - 1
-        pairs["anchor"] = causal_pairs(anchor)
-        # A copy in front of the prompt's first block would repeat what the block begins with.
-        pairs["block_to_anchor"] = anchor * sum(
-            rows[v] for v in blocks if v or not layout.anchor_copy
-        )
-        pairs["block_to_passing"] = sum(
-            rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks
-        )
-        pairs["query"] = query * (len(layout.anchor_slice(host)) + sum(rows.values()))
-        pairs["query"] += causal_pairs(query) if host == 0 else 0  # host 0 keeps the query's own KV
-        pairs["query"] += query * anchor + causal_pairs(query) if separate else 0
-        # The last block passes nothing on, and one that passes on all of itself need not choose.
-        chosen = [rows[v] for v in blocks if v != last and 0 < layout.num_passed(v) < rows[v]]
-        pairs["scoring"] = query * sum(chosen)
+        pairs = _passing_pairs(method, layout, blocks, host)
     return {part: heads * count for part, count in pairs.items()}
 
 
-def _received(shape, method, layout, host, video) -> Counter:
+def _exact_pairs(layout: ContextLayout, blocks: Iterable[int]) -> dict[str, int]:
+    """Count the (query row, key) pairs of some blocks by part, for a method of :data:`_EXACT`."""
+    pairs = {"block_to_self": 0, "block_to_earlier": 0}
+    for number in blocks:
+        block = layout.blocks[number]
+        pairs["block_to_self"] += causal_pairs(len(block))
+        pairs["block_to_earlier"] += len(block) * block.start
+    return pairs
+
+
+def _passing_pairs(
+    method: str, layout: ContextLayout, blocks: Iterable[int], host: int
+) -> dict[str, int]:
+    """Count a host's (query row, key) pairs by part, for methods with anchors and passing.
+
+    Args:
+        blocks: the host's blocks, by number.
+    """
+    anchor = layout.anchor_len
+    query = len(layout.query)
+    last = len(layout.blocks) - 1
+    pairs = {
+        "block_to_self": 0,
+        "anchor": causal_pairs(anchor),
+        "block_to_anchor": 0,
+        "block_to_passing": 0,
+        "query": 0,
+        "scoring": 0,
+    }
+
+    # Blocks.
+    num_rows = 0
+    for number in blocks:
+        rows = len(layout.blocks[number])
+        num_rows += rows
+        pairs["block_to_self"] += causal_pairs(rows)
+        # A copy in front of the prompt's first block would repeat what the block begins with.
+        if number > 0 or not layout.anchor_copy:
+            pairs["block_to_anchor"] += rows * anchor
+        num_passed = sum(layout.num_passed(earlier) for earlier in range(number))
+        pairs["block_to_passing"] += rows * num_passed
+        # The last block passes nothing on, and one that passes on all of itself need not choose.
+        if number != last and 0 < layout.num_passed(number) < rows:
+            pairs["scoring"] += query * rows
+
+    # The query.
+    pairs["query"] = query * (len(layout.anchor_slice(host)) + num_rows)
+    if host == 0:
+        # Host 0 keeps the query's own KV.
+        pairs["query"] += causal_pairs(query)
+    if method in _SEPARATE_QUERY:
+        # A copy of the query in the context's pass attends to the anchor and to itself.
+        pairs["query"] += query * anchor + causal_pairs(query)
+    return pairs
+
+
+def _received(
+    shape: Shape, method: str, layout: ContextLayout, host: int, video: Video | None
+) -> Counter:
     """Count the bytes that one of several hosts receives, by what they are."""
     received = Counter()
     layers = shape.kv_layers
-    size = shape.bytes_per_number
-    others = layout.num_hosts - 1
-    here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
+    number_bytes = shape.bytes_per_number
+    num_others = layout.num_hosts - 1
+    blocks = layout.virtual_hosts(host)
+    local_tokens = sum(len(layout.blocks[number]) for number in blocks)
+    other_tokens = layout.num_tokens - local_tokens
+
+    # Attention to what other hosts have.
     if method == "zigzag_ring":
-        received["ring"] = shape.kv_bytes * (layout.num_tokens - here)
+        received["ring"] = shape.kv_bytes * other_tokens
     elif method == "ulysses":
         heads = _query_heads(shape, layout)[host]
-        group = shape.heads // shape.kv_heads
-        kv_heads = -(-heads.stop // group) - heads.start // group if len(heads) else 0
-        states = (len(heads) + 2 * kv_heads) * (layout.num_tokens - here)
-        outputs = (shape.heads - len(heads)) * here
-        received["all_to_all"] = layers * (states + outputs) * shape.head_dim * size
+        states = (len(heads) + 2 * _num_kv_heads(shape, heads)) * other_tokens
+        outputs = (shape.heads - len(heads)) * local_tokens
+        received["all_to_all"] = layers * (states + outputs) * shape.head_dim * number_bytes
     elif method != "full":
         # All buffers are as long as the longest, and the last block sends an empty one.
-        passed = sum(
-            of_layers.max_passed * count for of_layers, count in shape.layouts(layout).items()
-        )
-        received["passing"] = (
-            shape.kv_bytes // layers * others * len(layout.virtual_hosts(host)) * passed
-        )
-        row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
-        received["query_merge"] = layers * others * len(layout.query) * row
-    if (
-        linear := shape.linear
-    ) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
-        inputs = linear.last_inputs * size
-        num_maps = others * len(layout.virtual_hosts(host))
-        of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (
-            4 * linear.state + inputs
-        )
-        received["states"] = len(linear.layers) * of_layer
+        num_passed = 0
+        for layer_layout, num_layers in shape.layouts(layout).items():
+            num_passed += layer_layout.max_passed * num_layers
+        layer_kv_bytes = shape.kv_bytes // layers
+        received["passing"] = layer_kv_bytes * num_others * len(blocks) * num_passed
+        # A row's output and its log-sum-exp.
+        row_bytes = shape.heads * (shape.head_dim * number_bytes + max(4, number_bytes))
+        received["query_merge"] = layers * num_others * len(layout.query) * row_bytes
+
+    # Linear attention: maps of blocks, or the states of a prompt that host 0 computes alone.
+    linear = shape.linear
+    if linear is not None:
+        input_bytes = linear.last_inputs * number_bytes
+        if len(blocks) > 0:
+            layer_bytes = num_others * len(blocks) * (4 * linear.block_map + input_bytes)
+        elif host > 0:
+            layer_bytes = 4 * linear.state + input_bytes
+        else:
+            layer_bytes = 0
+        received["states"] = len(linear.layers) * layer_bytes
+
+    # The last token's logits, and embeddings that other hosts' vision towers made.
     if layout.last_token_host not in (None, host):
-        received["logits"] = shape.vocab * size
+        received["logits"] = shape.vocab * number_bytes
     if video is not None:
         _, encoded = video.pieces(layout.num_hosts)[host]
-        needed = [intersect(span, video.tokens) for span in layout.local_spans(host)]
-        missing = sum(len(run) - len(intersect(run, encoded)) for run in needed)
-        received["embeddings"] = missing * (1 + shape.vision.num_deepstack) * shape.hidden * size
+        num_missing = 0
+        for span in layout.local_spans(host):
+            needed = intersect(span, video.tokens)
+            num_missing += len(needed) - len(intersect(needed, encoded))
+        row_bytes = (1 + shape.vision.num_deepstack) * shape.hidden * number_bytes
+        received["embeddings"] = num_missing * row_bytes
     return received
 
 
@@ -418,17 +514,32 @@ def causal_pairs(rows: int) -> int:
 
 
 def _query_heads(shape: Shape, layout: ContextLayout) -> list[range]:
+    """Return each host's query heads under ``ulysses``."""
     return split_evenly(range(shape.heads), layout.num_hosts)
+
+
+def _num_kv_heads(shape: Shape, heads: range) -> int:
+    """Count the KV heads that some query heads attend with."""
+    if len(heads) == 0:
+        return 0
+    group = shape.heads // shape.kv_heads
+    first = heads.start // group
+    stop = -(-heads.stop // group)
+    return stop - first
+
+
+def _total_flops(costs: list[HostCost]) -> list[int]:
+    return [host_cost.flops.total() for host_cost in costs]
 
 
 def flop_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
     """Divide the busiest hosts' FLOPs: the speedup where every host brings its own cores."""
-    return max(c.flops.total() for c in costs_full) / max(c.flops.total() for c in costs_other)
+    return max(_total_flops(costs_full)) / max(_total_flops(costs_other))
 
 
 def work_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
     """Divide all hosts' FLOPs: the speedup where all hosts share the same cores."""
-    return sum(c.flops.total() for c in costs_full) / sum(c.flops.total() for c in costs_other)
+    return sum(_total_flops(costs_full)) / sum(_total_flops(costs_other))
 
 
 def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: list[HostCost]) -> str:
@@ -439,24 +550,35 @@ def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: lis
         costs: what it costs every host.
         full: what full attention on one host costs.
     """
-    busiest = max(range(len(costs)), key=lambda host: costs[host].flops.total())
-    mine = costs[busiest]
-    parts = [(part, mine.flops[part]) for part in PARTS if mine.flops[part]]
-    received = ", ".join(
-        f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count
-    )
+    totals = _total_flops(costs)
+    busiest = totals.index(max(totals))
+    flops = costs[busiest].flops
+
+    # The layout.
     lines = [
         f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor "
         f"{layout.anchor_len}, {len(layout.blocks)} blocks, passing {layout.passing_len}, query "
-        f"{len(layout.query)}",
-        f"  {f'on host {busiest}':<17}{'TFLOP':>12}{'share':>8}",
-        *(
-            f"  {part:<17}{count / 1e12:>12.4f}{count / mine.flops.total():>8.1%}"
-            for part, count in parts
-        ),
-        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, all hosts together "
-        f"{work_ratio(full, costs):.2f}",
-        f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host",
-        f"received: {received or 'nothing'}",
+        f"{len(layout.query)}"
     ]
+
+    # The busiest host's FLOPs, by part.
+    title = f"on host {busiest}"
+    lines.append(f"  {title:<17}{'TFLOP':>12}{'share':>8}")
+    for part in PARTS:
+        count = flops[part]
+        if count:
+            lines.append(f"  {part:<17}{count / 1e12:>12.4f}{count / flops.total():>8.1%}")
+
+    # Speedups, the cache, and what the busiest host receives.
+    lines.append(
+        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, all hosts together "
+        f"{work_ratio(full, costs):.2f}"
+    )
+    kv_megabytes = ", ".join(f"{host_cost.kv_bytes / 1e6:.1f}" for host_cost in costs)
+    lines.append(f"KV: {kv_megabytes} MB per host")
+    received = []
+    for kind, count in costs[busiest].received.items():
+        if count:
+            received.append(f"{kind} {count / 1e6:.2f} MB")
+    lines.append(f"received: {', '.join(received) or 'nothing'}")
     return "\n".join(lines)

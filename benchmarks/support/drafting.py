@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 from torch import nn
@@ -55,26 +56,29 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
         times: layers for each layer, at least 1.
 
     Raises:
-        ValueError: `times` is less than 1.
+        InvalidRequestError: `times` is less than 1.
     """
     if times < 1:
-        raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
+        raise InvalidRequestError(f"a model can be scaled by 1 or more, not by {times}")
     scaled = copy.deepcopy(model)
     text = scaled.config.text_config
     decoder = scaled.model.language_model
     layers = nn.ModuleList()
+    layer_types = []
+    for kind, layer in zip(text.layer_types, decoder.layers, strict=True):
+        for _ in range(times - 1):
+            # The config stays shared by all layers: by it a prefill watches a layer, or lets its
+            # attention see other hosts' KV.
+            silent = copy.deepcopy(layer, {id(text): text})
+            nn.init.zeros_(silent.self_attn.o_proj.weight)
+            nn.init.zeros_(silent.mlp.down_proj.weight)
+            layers.append(silent)
+        layers.append(layer)
+        layer_types += [kind] * times
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
     text.num_hidden_layers *= times
-    text.layer_types = [kind for kind in text.layer_types for _ in range(times)]
-    for layer in decoder.layers:
-        # By its config, which all layers share, a prefill watches a layer or lets its attention see
-        # other hosts' KV.
-        silent = [copy.deepcopy(layer, {id(text): text}) for _ in range(times - 1)]
-        for each in silent:
-            nn.init.zeros_(each.self_attn.o_proj.weight)
-            nn.init.zeros_(each.mlp.down_proj.weight)
-        for each in (*silent, layer):
-            each.self_attn.layer_idx = len(layers)
-            layers.append(each)
+    text.layer_types = layer_types
     decoder.layers = layers
     return scaled
 
@@ -85,71 +89,112 @@ def build_ways(
     """Build the ways to decode, on one target and one draft; autoregressive decoding comes first.
 
     They share what ``--reuse`` caches of the target.
+
+    Args:
+        options: the command line of the table [pair], ``dtype``, ``draft_host``, ``preset`` and
+            ``reuse``.
+        configs: the speculation of the other ways, by label.
+        hosts: all hosts; with ``draft_host`` the last one has the draft, and the others the target.
+
+    Raises:
+        InvalidRequestError: there is no draft model, or no host for it.
     """
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
-    # A layer of the target lies --scale times as deep in the scaled one.
-    wanted = {
-        label: replace(each, uv_layer=options.scale * each.uv_layer)
-        for label, each in configs.items()
-    }
-    if options.draft_host and options.preset is None:
-        for label, config in list(wanted.items()):
-            strategy = STRATEGIES[config.strategy]
-            if (
-                strategy.needs_draft_model
-                and not strategy.needs_verdicts
-                and draft_tree(config) is None
-            ):
-                wanted[f"{label}, draft host"] = replace(config, draft_host=True)
-    needs_draft = options.draft_host or any(
-        STRATEGIES[c.strategy].needs_draft_model for c in wanted.values()
-    )
+    configs = _configs_with_variants(options, configs)
     last = hosts.size - 1
-    if options.draft_host and not last:
-        raise ValueError("a draft host needs at least two hosts: start them with torchrun")
-    targets = hosts.subgroup(range(last)) if options.draft_host else hosts
-    model = draft = None
+    if options.draft_host and last == 0:
+        raise InvalidRequestError("a draft host needs at least two hosts: start them with torchrun")
+
+    # The target, scaled.
+    targets = hosts
+    if options.draft_host:
+        targets = hosts.subgroup(range(last))
+    target_engine = None
+    target = None
     if targets is not None:
-        loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
-        model = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
+        target_engine = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
+        target = target_engine.model
+        if options.scale > 1:
+            target = scale_model(target, options.scale)
+
+    # The draft.
+    needs_draft = options.draft_host or any(
+        STRATEGIES[config.strategy].needs_draft_model for config in configs.values()
+    )
+    draft_engine = None
+    draft = None
     with hosts.local_stage("loading the draft"):
         if needs_draft:
             if options.draft_model is None and options.model != "demo":
-                raise ValueError("these strategies need a --draft-model")
-            path = options.draft_model or demo.draft_path()
-            drafting = Engine.from_pretrained(
-                path, hosts=HostGroup.single(hosts.device), dtype=options.dtype
+                raise InvalidRequestError("these strategies need a --draft-model")
+            draft_engine = Engine.from_pretrained(
+                options.draft_model or demo.draft_path(),
+                hosts=HostGroup.single(hosts.device),
+                dtype=options.dtype,
             )
-            draft = drafting.model
-        processor = (drafting if targets is None else loaded).processor
+            draft = draft_engine.model
+    processor = draft_engine.processor if target_engine is None else target_engine.processor
 
     def caption(prompt: RenderedPrompt) -> str:
         """Let the draft answer a short question, because a captioner must be cheap."""
         if prompt.pictures:
             images = [picture.image for picture in prompt.pictures]
-            return drafting.generate(
+            answer = draft_engine.generate(
                 _IMAGE_QUESTION, images=images, max_new_tokens=_CAPTION_TOKENS
-            ).text
-        (video,) = prompt.videos
-        return drafting.generate(
-            clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames
-        ).text
+            )
+        else:
+            (video,) = prompt.videos
+            answer = draft_engine.generate(
+                clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames
+            )
+        return answer.text
 
-    def way(label: str, config: SpeculativeConfig | None) -> Way:
-        beside = config is not None and config.draft_host
-        group = hosts if beside else targets
+    def make_way(label: str, config: SpeculativeConfig | None) -> Way:
+        has_draft_host = config is not None and config.draft_host
+        group = hosts if has_draft_host else targets
         if group is None:
             return Way(label, config, None)
-        own = draft if not beside or hosts.rank == last else None
+        draft_here = draft
+        if has_draft_host and hosts.rank != last:
+            draft_here = None
         engine = Engine(
-            model, processor, group, prefill, options.model, config, own, caption, reuse
+            target, processor, group, prefill, options.model, config, draft_here, caption, reuse
         )
         return Way(label, config, engine)
 
-    ways = [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
-    cache = ways[0].engine and ways[0].engine._prefiller.reuse
-    for each in ways[1:]:
-        if each.engine is not None:
-            each.engine._prefiller = replace(each.engine._prefiller, reuse=cache)
+    # All ways, with one cache.
+    autoregressive = make_way("autoregressive", None)
+    cache = None
+    if autoregressive.engine is not None:
+        cache = autoregressive.engine._prefiller.reuse
+    ways = [autoregressive]
+    for label, config in configs.items():
+        way = make_way(label, config)
+        if way.engine is not None:
+            way.engine._prefiller = replace(way.engine._prefiller, reuse=cache)
+        ways.append(way)
     return ways
+
+
+def _configs_with_variants(
+    options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig]
+) -> dict[str, SpeculativeConfig]:
+    """Return configurations for the scaled target, by label, and what else the options ask for.
+
+    With ``draft_host``, and without a preset, each that can be run with a draft host is also run
+    with one.
+    """
+    scaled = {}
+    for label, config in configs.items():
+        # A layer of the target lies --scale times as deep in the scaled one.
+        scaled[label] = replace(config, uv_layer=options.scale * config.uv_layer)
+    if not options.draft_host or options.preset is not None:
+        return scaled
+    with_draft_host = {}
+    for label, config in scaled.items():
+        strategy = STRATEGIES[config.strategy]
+        can_have_host = strategy.needs_draft_model and not strategy.needs_verdicts
+        if can_have_host and draft_tree(config) is None:
+            with_draft_host[f"{label}, draft host"] = replace(config, draft_host=True)
+    return {**scaled, **with_draft_host}

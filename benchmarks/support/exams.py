@@ -1,5 +1,4 @@
-"""Asks the demo model about held-out clips in several ways, on real or simulated hosts, and counts
-right ones."""
+"""Asks a model about the demo's clips in several ways, and counts right answers."""
 
 import argparse
 import json
@@ -8,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 import numpy as np
@@ -42,6 +41,7 @@ from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.methods import METHODS
+from apbv.prefilling.prefill_observer import PrefillObserver
 from apbv.prefilling.prefiller import ReadRequest
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
@@ -94,18 +94,15 @@ class Exam:
         return clips.render(self.clip(seed))
 
     def needle_tokens(self, seed: int, task: str) -> np.ndarray:
-        """Return which of a clip's visual tokens show what a question is about, bool
-        ``[visual tokens]``."""
-        return np.concatenate(
-            [clips.needle_tokens(shot, self.grid).flatten() for shot in self.clip(seed).shots]
-        )
+        """Return which visual tokens show what a question is about, bool ``[visual tokens]``."""
+        shots = self.clip(seed).shots
+        tokens = [clips.needle_tokens(shot, self.grid).flatten() for shot in shots]
+        return np.concatenate(tokens)
 
     def file(self, seed: int, hosts: HostGroup | None = None) -> Path:
         """Return the path of a clip's file, written first, by host 0, if it is missing."""
-        path = (
-            self.folder
-            / f"{self.kind}-{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
-        )
+        size = f"{self.grid}x{self.grid}"
+        path = self.folder / f"{self.kind}-{self.split}-{size}-{self.num_shots}-{seed}.mp4"
         hosts = hosts or HostGroup.single()
         with hosts.local_stage("rendering a clip"):
             if hosts.rank == 0 and not path.exists():
@@ -116,11 +113,13 @@ class Exam:
         return path
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        """Return (task, question, answer) of the first and last needle's retrieval and of all other
-        questions."""
+        """Return what is asked about a clip, as (task, question, answer).
+
+        These are the retrieval of the first and the last needle, and all other questions.
+        """
         retrievals, others = clips.asked_apart(self.clip(seed))
         asked = [retrievals[0], retrievals[-1], *others]
-        return [item for item in asked if item[0] in self.tasks]
+        return [(task, question, answer) for task, question, answer in asked if task in self.tasks]
 
     def start(self, seed: int, task: str) -> str:
         """Return the beginning of an answer that is given with a task's question."""
@@ -134,8 +133,10 @@ class Exam:
 def load_demo(
     checkpoint: str | Path = "demo", hosts: HostGroup | None = None, dtype: str | None = None
 ) -> Engine:
-    """Load a model, by default in float32, as the demo's accuracy was measured; show no
-    progress."""
+    """Load a model, by default in float32, with which the demo's accuracy was measured.
+
+    No progress is shown.
+    """
     disable_progress_bar()
     return Engine.from_pretrained(
         checkpoint, hosts=hosts or HostGroup.single(), dtype=dtype or "float32"
@@ -143,11 +144,15 @@ def load_demo(
 
 
 def numbers_of_hosts(method: str, options: argparse.Namespace, hosts: HostGroup) -> list[int]:
-    """Return on how many hosts a method is compared: those that were started, else one, or the
-    simulated ones."""
+    """Return on how many hosts a method is compared, ascending.
+
+    Where one host was started, others are simulated for the methods that split prompts.
+    """
     if hosts.size > 1:
         return [hosts.size]
-    return sorted({*options.hosts} - {1}) if METHODS[method].splits else [1]
+    if METHODS[method].splits:
+        return sorted(set(options.hosts) - {1})
+    return [1]
 
 
 def with_reference(
@@ -159,9 +164,13 @@ def with_reference(
         left: the ways by label, by number of hosts.
         reference: the one with which all others are compared, which runs first, and once.
     """
-    for number in sorted(left):
-        first = reference if number == min(left) else {}
-        yield number, {**first, **left[number]}, set(left[number])
+    is_first = True
+    for num_hosts in sorted(left):
+        ways = dict(left[num_hosts])
+        if is_first:
+            ways = {**reference, **ways}
+            is_first = False
+        yield num_hosts, ways, set(left[num_hosts])
 
 
 def run_on(
@@ -181,15 +190,20 @@ def run_on(
         What the job returned, on simulated hosts that of host 0.
 
     Raises:
-        ValueError: several hosts were started, but another number is asked for.
+        InvalidRequestError: several hosts were started, but another number is asked for.
     """
     if num_hosts == hosts.size:
         return job(hosts, share_weights(model))
     if hosts.size > 1:
-        raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
-    return simulate(
-        num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device, **options
-    )[0]
+        raise InvalidRequestError(
+            f"{num_hosts} hosts were asked for, but {hosts.size} were started"
+        )
+
+    def simulated_job(host: HostGroup) -> T:
+        return job(host, share_weights(model))
+
+    results = simulate(num_hosts, simulated_job, device=hosts.device, **options)
+    return results[0]
 
 
 def answer_greedily(
@@ -210,22 +224,28 @@ def answer_greedily(
     hosts.barrier()
     timer = StageTimer(hosts)
     request = Request(Question(), timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
-    read = ReadRequest(request, None, inputs, None)
 
-    def run(_: ReadRequest, observer=None) -> PrefillResult:
-        return prefill(
-            parts,
-            inputs,
-            hosts=hosts,
-            config=config,
-            timer=timer,
-            observer=observer,
-            encoded=encoded,
-        )
+    class PrefillOfInputs:
+        """Stands for an engine's prefiller: the inputs are read already."""
 
-    prefiller = SimpleNamespace(read=lambda _: read, run=run)
-    _, state, answered = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
-    return answered.tokens, state
+        def read(self, _: Request) -> ReadRequest:
+            return ReadRequest(request, None, inputs, None)
+
+        def run(self, _: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
+            return prefill(
+                parts,
+                inputs,
+                hosts=hosts,
+                config=config,
+                timer=timer,
+                observer=observer,
+                encoded=encoded,
+            )
+
+    if way is None:
+        way = Autoregressive(parts, hosts)
+    _, state, answer = way.answer(request, PrefillOfInputs())
+    return answer.tokens, state
 
 
 class Candidate:
@@ -247,39 +267,44 @@ class Candidate:
         self.processor = processor
         self.tokenizer = processor.tokenizer
         self.hosts = hosts
-        self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
+        self.parts = inspect_model(model)
+        self.draft = None if draft is None else inspect_model(draft)
         self._reader = PromptReader(self.parts, processor, num_frames=1)
         # Several questions are asked about the same video, on which the vision tower runs only
         # once.
         self._video: tuple[Path, VisualInput, VisualRows] | None = None
 
     def read(self, path: Path, question: str, start: str = "") -> ModelInputs:
-        """Read the prompt of a question about all frames of a file, of which each host reads its
-        share.
+        """Read the prompt of a question about all frames of a file.
+
+        Each host reads its share of the frames.
 
         Args:
             start: the beginning of the answer, which is given.
         """
+        # The prompt.
         info = probe(path)
         timer = StageTimer(self.hosts)
         asked = Question(question, path, num_frames=info.num_frames)
         rendered = self._reader.render(asked)
         rendered = replace(rendered, text=rendered.text + start)
-        inputs, pixels = self._reader.read(
-            rendered, self._reader.sample([info], asked), self.hosts, timer
-        )
+        sampled = self._reader.sample([info], asked)
+        inputs, pixels = self._reader.read(rendered, sampled, self.hosts, timer)
+
+        # The embeddings, where they are not known from another question.
         if self._video is None or self._video[0] != path:
             visual = inputs.with_pixels(KeptPixels(pixels)).visual
-            rows = partial(
-                stored_rows, encode_visual(self.parts, visual), visual, self.parts.device
-            )
+            embeddings = encode_visual(self.parts, visual)
+            rows = partial(stored_rows, embeddings, visual, self.parts.device)
             self._video = (path, visual, rows)
-        return replace(inputs, visual=self._video[1])
+        _, visual, _ = self._video
+        return replace(inputs, visual=visual)
 
     @property
     def encoded(self) -> VisualRows:
         """This host's embeddings of the video that was read last."""
-        return self._video[2]
+        _, _, rows = self._video
+        return rows
 
     def answer(
         self,
@@ -299,38 +324,39 @@ class Candidate:
 
 
 class Reference:
-    """The first row's distributions of an answer's tokens, with which those of other rows are
-    compared."""
+    """The first row's distributions of an answer's tokens, to compare other rows with."""
 
     def __init__(self):
-        self._exact: Tensor | None = (
-            None  # log-probabilities at the places of the answer's E tokens, [E, V]
-        )
+        # Log-probabilities at the places of the answer's E tokens, [E, V].
+        self._first: Tensor | None = None
 
     def compare(
         self, parts: ModelParts, state: PrefillResult, answer: list[int], hosts: HostGroup
     ) -> dict:
-        """Compare the distributions given a row's KV, teacher-forced; collective, and empty except
-        on host 0.
+        """Compare the distributions given a row's KV, teacher-forced; collective.
+
+        Args:
+            state: the row's prefill.
+            answer: the answer's tokens.
 
         Returns:
-            ``kl``: the mean divergence from the first row's, in nats per token; ``agrees``: the
-                share of tokens at
-            which the most probable one is the same.
+            on host 0 ``kl``: the mean divergence from the first row's, in nats per token; and
+            ``agrees``: the share of tokens at which the most probable one is the same. On other
+            hosts nothing.
         """
         logits = state.logits
         if len(answer) > 1:
-            behind = Decoder(parts, state.kv, state.next_position).advance(answer[:-1])
-            logits = torch.cat([logits, behind]) if hosts.is_leader else logits
+            later_logits = Decoder(parts, state.kv, state.next_position).advance(answer[:-1])
+            if hosts.is_leader:
+                logits = torch.cat([logits, later_logits])
         if not hosts.is_leader:
             return {}
         logs = logits.float().log_softmax(dim=-1)
-        if self._exact is None:
-            self._exact = logs
-        return {
-            "kl": (self._exact.exp() * (self._exact - logs)).sum(dim=-1).mean().item(),
-            "agrees": (self._exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
-        }
+        if self._first is None:
+            self._first = logs
+        divergence = (self._first.exp() * (self._first - logs)).sum(dim=-1)
+        is_equal = self._first.argmax(dim=-1) == logs.argmax(dim=-1)
+        return {"kl": divergence.mean().item(), "agrees": is_equal.float().mean().item()}
 
 
 @dataclass(frozen=True)
@@ -355,30 +381,41 @@ class Way:
 
 
 def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[str, Way]:
-    """Return a preset's ways by label (presets.toml); ``num_tokens`` is that of which lengths are
-    parts."""
-    kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
+    """Return a preset's ways by label (presets.toml).
 
-    def value_of(name: str, value: Any) -> Any:
-        if name in kinds:
-            return kinds[name](**value)
-        return value[0] * -(-num_tokens // value[1]) if isinstance(value, list) else value
-
-    found = {}
+    Args:
+        num_tokens: the length of which a preset's lengths may be parts.
+    """
+    ways = {}
     for label, settings in preset.items():
-        values = {name: value_of(name, value) for name, value in settings.items()}
-        own = {name: values.pop(name) for name in ("speculate", "keeps") if name in values}
-        found[label] = Way(PrefillConfig(**values), **own)
-    return found
+        speculate = None
+        keeps = None
+        fields = {}
+        for name, value in settings.items():
+            if name == "speculate":
+                speculate = SpeculativeConfig(**value)
+            elif name == "keeps":
+                keeps = value
+            elif name == "sparse":
+                fields[name] = SparseConfig(**value)
+            elif name == "reduce":
+                fields[name] = ReduceConfig(**value)
+            elif isinstance(value, list):
+                # A length: this many times a part of the tokens, rounded up.
+                times, part = value
+                fields[name] = times * -(-num_tokens // part)
+            else:
+                fields[name] = value
+        ways[label] = Way(PrefillConfig(**fields), speculate, keeps)
+    return ways
 
 
 def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
-    """Let a reducer keep, of a prompt of one video on one host, the tokens with the highest of
-    these scores.
+    """Let a reducer keep the tokens with the highest of these scores.
 
-    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random
-    scores throws away what is asked about; scores that know the needles show what so few tokens
-    allow.
+    It is for a prompt of one video on one host. They keep as many tokens as the reducer's own
+    ranking, and so show what this is worth: a ranking below random scores throws away what is asked
+    about, and scores that know the needles show what so few tokens allow.
 
     Args:
         scores: ``[visual tokens]`` of the prompt.
@@ -386,7 +423,8 @@ def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
     ranking = REDUCERS[reduce.method]
 
     def keep(video, count):
-        return video.kept(keep_best(scores, len(ranking(video, count).places)))
+        num_kept = len(ranking(video, count).places)
+        return video.kept(keep_best(scores, num_kept))
 
     return patch.dict(REDUCERS, {reduce.method: keep})
 
@@ -402,74 +440,120 @@ def sit(
 
     Args:
         ways: by label.
-        references: what the answers are compared with, by question; those that are missing are
-            added, and are of the first way. None: they are not compared.
+        references: what the answers are compared with, by question; missing ones are added, with
+            the first way's answers. None: answers are not compared.
 
     Returns:
         a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those
         to the first token include reading and encoding the frames, which is done once.
     """
     hosts = candidate.hosts
-    tokenizer = candidate.tokenizer
     file = exam.file(seed, hosts)
     asked = exam.questions(seed)
+
+    # Read the file once: further questions reuse its embeddings.
     began = hosts.clock()
     with hosts.local_stage("reading a clip"):
         candidate.read(file, asked[0][1])
-    reading = 1e3 * max(row[0] for row in hosts.gather_floats([hosts.clock() - began]))
-    right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
-    states: dict[str, PrefillResult] = {}  # of the last question
-    figures: dict[str, list[dict]] = {label: [] for label in ways}
+    seconds_of_hosts = hosts.gather_floats([hosts.clock() - began])
+    reading_ms = 1e3 * max(seconds for (seconds,) in seconds_of_hosts)
+
+    # Answer every question in each way. States are of the last question.
+    right: dict[str, dict[str, list]] = {}
+    states: dict[str, PrefillResult] = {}
+    figures: dict[str, list[dict]] = {}
+    for label in ways:
+        right[label] = {task: [0, 0] for task in exam.tasks}
+        figures[label] = []
     for task, question, answer in asked:
         inputs = candidate.read(file, question, exam.start(seed, task))
-        expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
+        expected = candidate.tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
         needles = torch.from_numpy(exam.needle_tokens(seed, task))
-        drawn = torch.from_numpy(np.random.default_rng(seed).random(len(needles)))
-        scores = {"random": drawn, "needles kept": drawn + needles}
         for label, way in ways.items():
-            with ranked_by(scores[way.keeps], way.prefill.reduce) if way.keeps else nullcontext():
+            with _choosing_tokens(way, needles, seed):
                 said, state = candidate.answer(
                     inputs, way.prefill, len(expected) + 1, way.speculate
                 )
-            count = right[label][task]
             states[label] = state
-            if task == "describe":
-                count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
-                count[1] += len(expected)
-            else:
-                count[0] += exam.score(
-                    task, tokenizer.decode(said, skip_special_tokens=True), answer
-                )
-                count[1] += 1
-            reduction = state.reduction
-            left = needles if reduction is None else needles[reduction.kept]
+
+            # Score the answer.
+            num_right, total = _count_right(candidate, exam, task, said, expected, answer)
+            right[label][task][0] += num_right
+            right[label][task][1] += total
+
+            # Collect figures.
+            needles_kept = needles
+            if state.reduction is not None:
+                needles_kept = needles[state.reduction.kept]
             times = state.timer.summary(len(said))
-            shown = {
+            figures_of_answer = {
                 "num_visual_kept": state.inputs.num_visual_tokens,
-                "ttft_ms": times["ttft_ms"] + reading,
+                "ttft_ms": times["ttft_ms"] + reading_ms,
                 "prefill_ms": times["ttft_ms"],
                 "decode_ms": times["stages_ms"]["decode"],
-                "needles_kept": float(left.sum() / needles.sum()),
+                "needles_kept": float(needles_kept.sum() / needles.sum()),
             }
             if references is not None:
                 reference = references.setdefault(question, Reference())
-                shown |= reference.compare(candidate.parts, state, expected, hosts)
-            figures[label].append(shown)
-    return [
-        {
+                figures_of_answer |= reference.compare(candidate.parts, state, expected, hosts)
+            figures[label].append(figures_of_answer)
+
+    # Make a record of each way, with its figures by question.
+    records = []
+    for label, way in ways.items():
+        layout = states[label].layout
+        record = {
             "label": label,
             "seed": seed,
             "needles": exam.needles(seed),
             "hosts": hosts.size,
             "settings": way.settings,
             "method": states[label].method,
-            "anchor_len": states[label].layout.anchor_len,
-            "passing_len": states[label].layout.passing_len,
+            "anchor_len": layout.anchor_len,
+            "passing_len": layout.passing_len,
             "num_input_tokens": inputs.num_tokens,
             "num_visual_tokens": inputs.num_visual_tokens,
             "right": right[label],
-            "reading_ms": reading,
-            **{name: [shown[name] for shown in figures[label]] for name in figures[label][0]},
+            "reading_ms": reading_ms,
         }
-        for label, way in ways.items()
-    ]
+        for name in figures[label][0]:
+            record[name] = [figures_of_answer[name] for figures_of_answer in figures[label]]
+        records.append(record)
+    return records
+
+
+def _choosing_tokens(way: Way, needles: Tensor, seed: int) -> AbstractContextManager:
+    """Let a reducer keep the tokens that a way's ``keeps`` names, in place of its own.
+
+    Args:
+        needles: which visual tokens show what is asked about, bool ``[visual tokens]``.
+        seed: the clip's, with which random scores are drawn.
+    """
+    if not way.keeps:
+        return nullcontext()
+    scores = torch.from_numpy(np.random.default_rng(seed).random(len(needles)))
+    if way.keeps == "needles kept":
+        # Random scores are less than 1, so that all needles come first.
+        scores = scores + needles
+    elif way.keeps != "random":
+        raise InvalidRequestError(f"there is no rule {way.keeps!r} of which tokens are kept")
+    return ranked_by(scores, way.prefill.reduce)
+
+
+def _count_right(
+    candidate: Candidate, exam: Exam, task: str, said: list[int], expected: list[int], answer: str
+) -> tuple[float, int]:
+    """Count how much of an answer is right, and of how much; of a description each token counts.
+
+    Args:
+        said, expected: the answer's tokens, and the right answer's.
+        answer: the right answer.
+    """
+    if task == "describe":
+        num_right = 0
+        for token, expected_token in zip(said, expected, strict=False):
+            if token == expected_token:
+                num_right += 1
+        return num_right, len(expected)
+    text = candidate.tokenizer.decode(said, skip_special_tokens=True)
+    return exam.score(task, text, answer), 1

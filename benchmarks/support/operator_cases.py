@@ -23,7 +23,8 @@ from .cost_model import causal_pairs
 
 Outputs = tuple[Tensor, ...]
 Drawn = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments
-_BLOCK, _KEY_BLOCK = 128, 64  # queries, and keys where a block of keys is shorter, as in SpargeAttn
+_BLOCK = 128  # queries, and keys
+_KEY_BLOCK = 64  # keys in SpargeAttn, where a block of keys is shorter
 _FP32 = torch.float32.itemsize
 
 
@@ -61,6 +62,11 @@ class Sizes:
         return min(self.block, max(FEWEST_PASSING, -(-self.tokens // 128)))
 
     @property
+    def num_senders(self) -> int:
+        """Return how many blocks the last one gets KV pairs from."""
+        return 2 * self.hosts - 1
+
+    @property
     def scale(self) -> float:
         """Return the factor of scores."""
         return self.head_dim**-0.5
@@ -90,12 +96,17 @@ class Draw:
 
     def kv(self, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
         """Draw K and V as projections leave them."""
-        return self.states(s.kv_heads, rows, s.head_dim), self.states(s.kv_heads, rows, s.head_dim)
+        keys = self.states(s.kv_heads, rows, s.head_dim)
+        values = self.states(s.kv_heads, rows, s.head_dim)
+        return keys, values
 
     def passed(self, s: Sizes) -> list[tuple[Tensor, Tensor]]:
         """Draw passing blocks as they arrive: one buffer with K and V per sender."""
-        shape = 2, 1, s.kv_heads, s.passing, s.head_dim
-        return [tuple(self.randn(*shape)) for _ in range(2 * s.hosts - 1)]
+        blocks = []
+        for _ in range(s.num_senders):
+            keys, values = self.randn(2, 1, s.kv_heads, s.passing, s.head_dim)
+            blocks.append((keys, values))
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -129,9 +140,11 @@ class Case:
         return self.numbers * dtype.itemsize + self.other_bytes
 
     def run(self, drawn: Drawn, backend: str) -> Outputs:
+        """Run the operator on operands that :attr:`make` has drawn."""
         operands, settings = drawn
-        found = getattr(kernels, self.op)(*operands, **settings, backend=backend)
-        return (found,) if isinstance(found, Tensor) else found
+        operator = getattr(kernels, self.op)
+        outputs = operator(*operands, **settings, backend=backend)
+        return (outputs,) if isinstance(outputs, Tensor) else outputs
 
     def chosen(self, drawn: Drawn, backend: str) -> str:
         """Return the backend that would run.
@@ -146,55 +159,69 @@ class Case:
 
 
 def _segmented(
-    s: Sizes, label: str, queries: int, keys: list[int], segments=None, num_anchor_queries: int = 0
+    s: Sizes,
+    label: str,
+    queries: int,
+    keys: list[int],
+    draw_segments: Callable[[Draw], list] | None = None,
+    num_anchor_queries: int = 0,
 ) -> Case:
     """Build a case whose last segment is causal, and at least as long as there are queries.
 
     Args:
         keys: the segments' lengths.
-        segments: function that draws their keys and values; None: they are as projections leave
-            them.
+        draw_segments: draws their keys and values; None: they are as projections leave them.
+        num_anchor_queries: the first queries, which see only the last segment.
     """
-    last = keys[-1]
-    before = sum(keys[:-1])
-    seen = (
-        (queries - num_anchor_queries) * before + queries * (last - queries) + causal_pairs(queries)
-    )
-    numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
 
     def make(draw: Draw) -> Drawn:
-        drawn = segments(draw) if segments else [draw.kv(s, length) for length in keys]
-        return (draw.queries(s, queries), drawn, s.scale), {
-            "causal_last": True,
-            "num_anchor_queries": num_anchor_queries,
-        }
+        if draw_segments is None:
+            segments = [draw.kv(s, length) for length in keys]
+        else:
+            segments = draw_segments(draw)
+        operands = (draw.queries(s, queries), segments, s.scale)
+        return operands, {"causal_last": True, "num_anchor_queries": num_anchor_queries}
 
-    flops = 4 * s.head_dim * s.heads * seen
+    before = sum(keys[:-1])
+    last = keys[-1]
+    pairs = (queries - num_anchor_queries) * before
+    pairs += queries * (last - queries) + causal_pairs(queries)
+    flops = 4 * s.head_dim * s.heads * pairs
+    numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
     return Case(s, "segmented_attention", label, flops, numbers, _FP32 * queries * s.heads, make)
 
 
 def block(s: Sizes) -> Case:
-    """Build the case of the last block, which sees the anchor, what all others pass on, and
-    causally itself."""
+    """Build the case of the last block.
 
-    def segments(draw: Draw) -> list:
-        local = draw.kv(s, s.anchor + s.block)
-        anchor, block = (
-            [x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None))
-        )
+    It sees the anchor, what all others pass on, and causally itself.
+    """
+
+    def draw_segments(draw: Draw) -> list:
+        keys, values = draw.kv(s, s.anchor + s.block)
+        anchor = [keys[:, :, : s.anchor], values[:, :, : s.anchor]]
+        block = [keys[:, :, s.anchor :], values[:, :, s.anchor :]]
         return [anchor, *draw.passed(s), block]
 
-    keys = [s.anchor, *[s.passing] * (2 * s.hosts - 1), s.block]
-    return _segmented(s, "anchor, passing blocks, block", s.block, keys, segments)
+    keys = [s.anchor] + [s.passing] * s.num_senders + [s.block]
+    return _segmented(s, "anchor, passing blocks, block", s.block, keys, draw_segments)
 
 
 def block_with_anchor(s: Sizes) -> Case:
     """Build the case of :func:`block` with the anchor's own queries, which see only the anchor."""
     rows = s.anchor + s.block
-    keys = [*[s.passing] * (2 * s.hosts - 1), rows]
-    label = "passing blocks, anchor and block"
+
+    def draw_segments(draw: Draw) -> list:
+        return [*draw.passed(s), draw.kv(s, rows)]
+
+    keys = [s.passing] * s.num_senders + [rows]
     return _segmented(
-        s, label, rows, keys, lambda draw: [*draw.passed(s), draw.kv(s, rows)], s.anchor
+        s,
+        "passing blocks, anchor and block",
+        rows,
+        keys,
+        draw_segments,
+        num_anchor_queries=s.anchor,
     )
 
 
@@ -204,57 +231,69 @@ def causal(s: Sizes) -> Case:
 
 
 def query(s: Sizes) -> Case:
-    """Build the case of the question over a host's slice of the anchor, its two blocks, and the
-    question."""
-    return _segmented(
-        s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len]
-    )
+    """Build the case of the question on one host.
+
+    It sees the host's slice of the anchor, the host's two blocks, and causally itself.
+    """
+    keys = [s.anchor // s.hosts, 2 * s.block + s.query_len]
+    return _segmented(s, "query block", s.query_len, keys)
 
 
 def verify(s: Sizes, queries: int) -> Case:
     """Build the case of a few new tokens over long KV."""
 
     def make(draw: Draw) -> Drawn:
+        new_queries = draw.queries(s, queries)
         # In the cache a head's rows lie one after the other.
-        kv = (draw.randn(1, s.kv_heads, s.tokens, s.head_dim) for _ in range(2))
-        return (draw.queries(s, queries), *kv, s.scale), {}
+        keys = draw.randn(1, s.kv_heads, s.tokens, s.head_dim)
+        values = draw.randn(1, s.kv_heads, s.tokens, s.head_dim)
+        return (new_queries, keys, values, s.scale), {}
 
-    label = f"{queries} {'token' if queries == 1 else 'tokens'}"
-    flops = 4 * s.head_dim * s.heads * (queries * (s.tokens - queries) + causal_pairs(queries))
+    label = "1 token" if queries == 1 else f"{queries} tokens"
+    pairs = queries * (s.tokens - queries) + causal_pairs(queries)
+    flops = 4 * s.head_dim * s.heads * pairs
     numbers = 2 * (queries * s.heads + s.tokens * s.kv_heads) * s.head_dim
     return Case(s, "verify_attention", label, flops, numbers, 0, make)
 
 
 def merge_into_place(s: Sizes) -> Case:
-    """Build the case of the first block with the anchor, and of what the block sees of others, in
-    one output."""
-    rows = (s.anchor + s.block, s.block)
+    """Build the case of merging two attention outputs, into a given one.
+
+    One is the anchor's and the first block's, the other what the block sees of other blocks.
+    """
+    rows = [s.anchor + s.block, s.block]
 
     def make(draw: Draw) -> Drawn:
         outs = [draw.queries(s, count) for count in rows]
         lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
         return (outs, lses), {"out": torch.empty_like(outs[0])}
 
-    wide = s.heads * s.head_dim
-    moved = rows[0] + sum(rows)
+    width = s.heads * s.head_dim
+    flops = 2 * sum(rows) * width
+    # Both are read, and the first is written.
+    moved_rows = sum(rows) + rows[0]
+    lse_bytes = moved_rows * s.heads * _FP32
     label = "first block, in its place"
-    return Case(
-        s, "merge_states", label, 2 * sum(rows) * wide, moved * wide, moved * s.heads * _FP32, make
-    )
+    return Case(s, "merge_states", label, flops, moved_rows * width, lse_bytes, make)
 
 
 def importance(s: Sizes, reduce: str) -> Case:
-    """Build the case of ranking a block's keys by the question, whose attention to them is
-    known."""
+    """Build the case of ranking a block's keys by the question, whose attention has been computed.
+
+    Args:
+        reduce: how a key's scores become one; "dot" needs one query per KV head.
+    """
 
     def make(draw: Draw) -> Drawn:
-        q, k = draw.queries(s, s.query_len), draw.states(s.kv_heads, s.block, s.head_dim)
+        q = draw.queries(s, s.query_len)
+        k = draw.states(s.kv_heads, s.block, s.head_dim)
         _, lse = kernels.segmented_attention(
             q, [(k, k)], s.scale, causal_last=False, backend="torch"
         )
         return (q, k, s.scale, reduce), {"lse": lse}
 
-    flops = 2 * s.head_dim * (s.kv_heads if reduce == "dot" else s.heads * s.query_len) * s.block
+    num_queries = s.kv_heads if reduce == "dot" else s.heads * s.query_len
+    flops = 2 * s.head_dim * num_queries * s.block
     numbers = (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim
     return Case(s, "kv_importance", reduce, flops, numbers, _FP32 * s.block * s.kv_heads, make)
 
@@ -264,7 +303,8 @@ def topk(s: Sizes) -> Case:
 
     def make(draw: Draw) -> Drawn:
         scores = draw.randn(1, s.kv_heads, s.block, dtype=torch.float32)
-        return (scores, *draw.kv(s, s.block), s.passing), {}
+        keys, values = draw.kv(s, s.block)
+        return (scores, keys, values, s.passing), {}
 
     numbers = s.kv_heads * s.passing * 4 * s.head_dim
     others = s.kv_heads * (_FP32 * s.block + s.passing * torch.int64.itemsize)
@@ -272,32 +312,36 @@ def topk(s: Sizes) -> Case:
 
 
 def listed_blocks(s: Sizes, share: float) -> Case:
-    """Build the case of a whole prompt of whose earlier blocks each head lists a share, drawn at
-    random."""
+    """Build the case of sparse attention in a whole prompt.
+
+    Args:
+        share: of the earlier blocks, how many each head attends to, drawn at random.
+    """
     blocks = -(-s.tokens // _BLOCK)
-    # Of i blocks before the i-th, counting from 0.
-    counts = [round(share * i) for i in range(blocks)]
-    rows = [min(_BLOCK, s.tokens - i * _BLOCK) for i in range(blocks)]
-    scores = sum(
-        n * _BLOCK * count + causal_pairs(n) for n, count in zip(rows, counts, strict=True)
-    )
+    # How many earlier blocks the block with number i lists, of i.
+    counts = [round(share * number) for number in range(blocks)]
+    pairs = 0
+    for number, count in enumerate(counts):
+        rows = min(_BLOCK, s.tokens - number * _BLOCK)
+        pairs += rows * _BLOCK * count + causal_pairs(rows)
 
     def make(draw: Draw) -> Drawn:
-        order = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)
+        # Later blocks get the lowest scores, so that they are never listed.
+        scores = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)
         places = torch.arange(blocks, device=draw.device)
-        order.masked_fill_(places >= places[:, None], float("-inf"))
-        ranks = order.argsort(dim=-1, descending=True).argsort(dim=-1)
-        listed = ListedBlocks.of(
-            ranks < torch.tensor(counts, device=draw.device)[:, None], _BLOCK, _BLOCK
-        )
-        return (draw.queries(s, s.tokens), *draw.kv(s, s.tokens), listed, s.scale), {}
+        scores.masked_fill_(places >= places[:, None], float("-inf"))
+        ranks = scores.argsort(dim=-1, descending=True).argsort(dim=-1)
+        is_listed = ranks < torch.tensor(counts, device=draw.device)[:, None]
+        listed = ListedBlocks.of(is_listed, _BLOCK, _BLOCK)
+        queries = draw.queries(s, s.tokens)
+        keys, values = draw.kv(s, s.tokens)
+        return (queries, keys, values, listed, s.scale), {}
 
-    flops = 4 * s.head_dim * s.heads * scores
+    label = f"{share:.0%} of the blocks"
+    flops = 4 * s.head_dim * s.heads * pairs
     numbers = 2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim
-    others = 4 * s.heads * (s.tokens + sum(counts) + blocks)
-    return Case(
-        s, "block_sparse_attention", f"{share:.0%} of the blocks", flops, numbers, others, make
-    )
+    other_bytes = 4 * s.heads * (s.tokens + sum(counts) + blocks)
+    return Case(s, "block_sparse_attention", label, flops, numbers, other_bytes, make)
 
 
 def antidiagonals(s: Sizes, stride: int) -> Case:
@@ -306,20 +350,15 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
     blocks = -(-s.tokens // _BLOCK)
 
     def make(draw: Draw) -> Drawn:
-        q, k = draw.queries(s, s.tokens), draw.states(s.kv_heads, s.tokens, s.head_dim)
+        q = draw.queries(s, s.tokens)
+        k = draw.states(s.kv_heads, s.tokens, s.head_dim)
         return (q, k, s.scale, stride, _BLOCK), {}
 
     flops = s.heads * groups * (groups + 1) * stride * s.head_dim
     numbers = s.tokens * (s.heads + s.kv_heads) * s.head_dim
-    return Case(
-        s,
-        "antidiagonal_scores",
-        f"a stride of {stride}",
-        flops,
-        numbers,
-        _FP32 * s.heads * blocks**2,
-        make,
-    )
+    score_bytes = _FP32 * s.heads * blocks**2
+    label = f"a stride of {stride}"
+    return Case(s, "antidiagonal_scores", label, flops, numbers, score_bytes, make)
 
 
 def means(s: Sizes) -> Case:
@@ -327,30 +366,35 @@ def means(s: Sizes) -> Case:
 
     def make(draw: Draw) -> Drawn:
         k = draw.states(s.kv_heads, s.tokens, s.head_dim)
-        return (k, _KEY_BLOCK), {
-            "center": draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32)
-        }
+        center = draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32)
+        return (k, _KEY_BLOCK), {"center": center}
 
-    others = _FP32 * s.kv_heads * -(-s.tokens // _KEY_BLOCK) * (s.head_dim + 1)
     numbers = s.kv_heads * s.tokens * s.head_dim
-    return Case(s, "block_means", f"blocks of {_KEY_BLOCK} keys", 0, numbers, others, make)
+    blocks = -(-s.tokens // _KEY_BLOCK)
+    # Of each block a mean, and how similar its keys are.
+    mean_bytes = _FP32 * s.kv_heads * blocks * (s.head_dim + 1)
+    return Case(s, "block_means", f"blocks of {_KEY_BLOCK} keys", 0, numbers, mean_bytes, make)
 
 
 def sizes_of(preset: str) -> Sizes:
     """Return the sizes of a preset's cases, with the longest of its prompts."""
-    found = presets_of("operators")[preset]
-    return Sizes(found["tokens"][-1], **found["sizes"])
+    options = presets_of("operators")[preset]
+    return Sizes(options["tokens"][-1], **options["sizes"])
 
 
 def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
     """Build all cases for every context length."""
-    found: list[Case] = []
+    all_cases: list[Case] = []
     for length in tokens:
         s = replace(sizes, tokens=length)
-        found += [block(s), block_with_anchor(s), causal(s), query(s)]
-        found += [verify(s, queries) for queries in (1, 4, 16)]
-        found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
-        found += [topk(s), merge_into_place(s)]
-        found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
-        found += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
-    return found
+        # Attention.
+        all_cases += [block(s), block_with_anchor(s), causal(s), query(s)]
+        all_cases += [verify(s, queries) for queries in (1, 4, 16)]
+        # The choice and the exchange of pairs.
+        all_cases += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
+        all_cases += [topk(s), merge_into_place(s)]
+        # Sparse attention, and the choice of its blocks.
+        all_cases += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
+        all_cases += [antidiagonals(s, stride) for stride in (8, 16)]
+        all_cases.append(means(s))
+    return all_cases

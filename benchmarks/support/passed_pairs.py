@@ -26,6 +26,8 @@ OF_THE_ANSWER = ", pairs of the answer"
 
 
 class _Random(ApbvMethod):
+    """Passes on pairs by random scores."""
+
     def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
         keys, _ = states.pair(rows)
         generator = torch.Generator(keys.device).manual_seed(1000 * states.layer + block)
@@ -47,16 +49,25 @@ class AnswersPairs:
         self._scores: dict[tuple[int, int], Tensor] = {}
 
     def _ranked_by(self, num_answer: int | None) -> type[ApbvMethod]:
+        """Return a method that passes on the pairs with the highest scores.
+
+        Args:
+            num_answer: tokens of the answer at the prompt's end, whose attention becomes the
+                scores; None: the scores are known.
+        """
         scores = self._scores
 
         class ByTheAnswer(ApbvMethod):
             def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
+                key = (states.layer, block)
                 if num_answer is not None:
-                    query, (keys, _) = states.q[:, :, -num_answer:], states.pair(rows)
-                    lse = None if lse is None else lse[:, :, -num_answer:]
-                    found = importance_of("peak", query, keys, states.scale, lse=lse)
-                    scores[states.layer, block] = found
-                return scores[states.layer, block]
+                    # The answer stands at the end of the query.
+                    query = states.q[:, :, -num_answer:]
+                    keys, _ = states.pair(rows)
+                    if lse is not None:
+                        lse = lse[:, :, -num_answer:]
+                    scores[key] = importance_of("peak", query, keys, states.scale, lse=lse)
+                return scores[key]
 
         return ByTheAnswer
 
@@ -80,8 +91,11 @@ class AnswersPairs:
         prefill(parts, longer, hosts=hosts, config=config)
 
     def finding(self, num_answer: int) -> AbstractContextManager:
-        """Let a prefill of a prompt with an answer of ``num_answer`` tokens behind it find the
-        scores."""
+        """Let a prefill of a prompt and an answer behind it find the scores.
+
+        Args:
+            num_answer: tokens of the answer.
+        """
         return patch.dict(METHODS, {"apbv": self._ranked_by(num_answer)})
 
     def passing(self) -> AbstractContextManager:

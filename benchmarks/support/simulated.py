@@ -1,5 +1,4 @@
-"""Simulating H hosts in one process, which does their shares of the work one at a time, on virtual
-clocks.
+"""Simulates H hosts in one process, one at a time, on virtual clocks.
 
 Every simulated host is a thread with a HostGroup of its own. Only one computes at any time, with
 the whole machine, until it has to wait for data that another has not sent yet; so data, order and
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apbv.errors import HostError, describe_error
+from apbv.errors import HostError, InvalidRequestError, describe_error
 from apbv.hosts.devices import record_event
 from apbv.hosts.exchange import Exchange
 from apbv.hosts.failure_watch import FailureWatch
@@ -59,11 +58,15 @@ class Network:
         return (num_hosts - 1) * self.seconds(num_bytes)
 
     def receiving(self, receiver: int, num_bytes: Sequence[int]) -> float:
-        """Return the seconds until a host has received ``num_bytes[h]`` from every host h, one
-        after the other."""
-        return sum(
-            self.seconds(count) for sender, count in enumerate(num_bytes) if sender != receiver
-        )
+        """Return the seconds that a host takes to receive ``num_bytes[h]`` from every host h.
+
+        Messages arrive one after the other; what it sends itself takes no time.
+        """
+        seconds = 0
+        for sender, count in enumerate(num_bytes):
+            if sender != receiver:
+                seconds += self.seconds(count)
+        return seconds
 
 
 # How long an idle GPU is kept from what a CPU launches next, in cycles: about 5 ms, in which a CPU
@@ -102,28 +105,38 @@ class _Machine:
         self.device = device
         self.turn = threading.Condition()
         self.hosts: list[SimulatedHost] = []
-        self.posts: dict[int, dict[int, Any]] = {}  # by exchange, what each host sends
-        # By exchange, when each host had it on its clock.
+        # Of each open exchange, what every host sends, by rank.
+        self.posts: dict[int, dict[int, Any]] = {}
+        # Of each open exchange, when every host sends it by its clock, by rank.
         self.times: dict[int, dict[int, float]] = {}
-        # The beginnings of any hosts' last ones.
+        # When the last laps of any hosts began, the oldest first.
         self.last_laps: deque[torch.cuda.Event] = deque(maxlen=16)
         self.failure: str | None = None
+        # The ranks of hosts whose job has ended.
         self.ended: set[int] = set()
-        self.waiting: dict[int, dict[int, Any]] = {}  # by host, for which exchange's posts
+        # The posts of the exchange that a host waits for, by rank.
+        self.waiting: dict[int, dict[int, Any]] = {}
 
     def is_stuck(self, posts: dict[int, Any]) -> bool:
         """Return whether an exchange can no longer be completed."""
         if self.failure or self.ended - posts.keys():
             return True
-        complete = any(len(awaited) == self.num_hosts for awaited in self.waiting.values())
-        return len(self.waiting) + len(self.ended) == self.num_hosts and not complete
+        if len(self.waiting) + len(self.ended) < self.num_hosts:
+            return False  # a host still computes
+        # No host computes, but one goes on if the exchange that it waits for is complete.
+        return all(len(awaited) < self.num_hosts for awaited in self.waiting.values())
 
     def settle_times(self) -> None:
         """Work out every time that is known by now; waits for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        while any([host.settle_times() for host in self.hosts]):
-            pass
+        # What one host's log waits for may be in another's.
+        has_progress = True
+        while has_progress:
+            has_progress = False
+            for host in self.hosts:
+                if host.settle_times():
+                    has_progress = True
 
 
 class _SimulatedWatch(FailureWatch):
@@ -152,15 +165,21 @@ class SimulatedHost(HostGroup):
         self._network = machine.network
         self._pace = pace
         self._laps: list[Lap] = []
-        self._num_laps = 0  # with those whose times are not worked out yet
-        self._cpu = self._gpu = 0.0  # the clocks, as far as they are worked out
+        # Including laps whose times are not worked out yet.
+        self._num_laps = 0
+        # The clocks in seconds, as far as they are worked out.
+        self._cpu = 0.0
+        self._gpu = 0.0
         # What still has to be worked out, in order: each moves a clock, or returns False as long as
         # it cannot.
         self._log: deque[Callable[[], bool]] = deque()
-        # The real clock and the GPU's event, when this lap began.
-        self._read, self._begun = (0.0, None)
+        # When this lap began: the real clock's seconds, and an event on a GPU.
+        self._lap_start = 0.0
+        self._lap_start_event: torch.cuda.Event | None = None
         self._num_posted = 0
+        # Of exchanges whose arrival is not in the log yet, what puts it there.
         self._unsettled: deque[Callable[[], None]] = deque()
+        # When this host's link has received everything before, in seconds.
         self._link_free = 0.0
 
     @property
@@ -175,10 +194,10 @@ class SimulatedHost(HostGroup):
 
     def moment(self, on_device: bool = True) -> _Moment:
         self._end_lap()
-        moment = _Moment(self._begun)
+        moment = _Moment(self._lap_start_event)
 
         def read() -> None:
-            moment.seconds = max(self._gpu, self._cpu) if on_device else self._cpu
+            moment.seconds = self._time(on_device)
 
         self._later(read)
         return moment
@@ -191,9 +210,8 @@ class SimulatedHost(HostGroup):
     def barrier(self) -> None:
         self.settle()
         with self._not_counted():
-            if (
-                self.device.type == "cuda"
-            ):  # no lap begins behind what another job has left in the stream
+            if self.device.type == "cuda":
+                # No lap begins behind what another job has left in the stream.
                 torch.cuda.synchronize(self.device)
         self.start_gathering(torch.zeros(1)).wait()
 
@@ -210,6 +228,12 @@ class SimulatedHost(HostGroup):
     def _wait_for_gpu(self) -> None:
         self._cpu = max(self._cpu, self._gpu)
 
+    def _time(self, on_device: bool) -> float:
+        """Return a clock's seconds as far as they are worked out: the device's, or the CPU's."""
+        if on_device:
+            return max(self._gpu, self._cpu)
+        return self._cpu
+
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
         """Leave what the body does out of this host's time."""
@@ -219,16 +243,21 @@ class SimulatedHost(HostGroup):
         finally:
             self._begin_lap()
 
-    def _later(self, settle: Callable[[], None]) -> None:
-        """Move clocks once all that came before is worked out."""
-        self._log.append(lambda: settle() is None)
+    def _later(self, step: Callable[[], None]) -> None:
+        """Run a step that cannot fail once everything before it is worked out."""
+
+        def entry() -> bool:
+            step()
+            return True
+
+        self._log.append(entry)
 
     def settle_times(self) -> bool:
         """Work out what is known of this host's times; returns whether anything was."""
-        before = len(self._log)
+        num_before = len(self._log)
         while self._log and self._log[0]():
             self._log.popleft()
-        return len(self._log) < before
+        return len(self._log) < num_before
 
     def _begin_lap(self) -> None:
         """Let the time from now on count as this host's."""
@@ -236,29 +265,33 @@ class SimulatedHost(HostGroup):
             return
         if self.device.type == "cuda":
             laps = self._machine.last_laps
-            if not laps or laps[0].query():  # the GPU is only a few laps behind
+            if not laps or laps[0].query():
+                # The GPU is only a few laps behind the CPU.
                 torch.cuda._sleep(_HEAD_START)
-            self._begun = record_event(self.device)
-            laps.append(self._begun)
-        self._read = self._machine.clock()
+            self._lap_start_event = record_event(self.device)
+            laps.append(self._lap_start_event)
+        self._lap_start = self._machine.clock()
 
     def _end_lap(self) -> None:
         """Count the time since the lap began as this host's, and begin the next."""
         if self._pace is not None and self._num_laps == len(self._pace):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"host {self.rank} reads its clock more often than its pace was recorded for"
             )
         if self._machine.clock is None:
             return
-        seconds = self._machine.clock() - self._read
-        begun = self._begun
+        cpu_seconds = self._machine.clock() - self._lap_start
+        start_event = self._lap_start_event
+        end_event = record_event(self.device) if self.device.type == "cuda" else None
         number = self._num_laps
-        ended = record_event(self.device) if self.device.type == "cuda" else None
         self._num_laps += 1
         self._begin_lap()
 
         def count() -> None:
-            lap = Lap(seconds, begun.elapsed_time(ended) / 1e3 if begun else 0.0)
+            gpu_seconds = 0.0
+            if start_event is not None:
+                gpu_seconds = start_event.elapsed_time(end_event) / 1e3
+            lap = Lap(cpu_seconds, gpu_seconds)
             if self._pace is not None:
                 lap = self._pace[number]
             self._laps.append(lap)
@@ -277,13 +310,6 @@ class SimulatedHost(HostGroup):
         return self._exchange(tensor, timing, torch.stack, tensor.is_cuda)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-
-        def received(payloads: list[Sequence[Tensor]]) -> list[Tensor]:
-            return [
-                sent[self.rank].clone().view(*shape)
-                for sent, shape in zip(payloads, shapes, strict=True)
-            ]
-
         counts = [math.prod(shape) for shape in shapes]
         self.bytes_received += (sum(counts) - counts[self.rank]) * tensors[0].element_size()
 
@@ -292,38 +318,40 @@ class SimulatedHost(HostGroup):
             senders = [host for host, size in enumerate(sizes) if size or host == self.rank]
             return senders, self._network.receiving(self.rank, sizes)
 
-        return self._exchange(
-            [tensor.detach() for tensor in tensors], timing, received, tensors[0].is_cuda
-        )
+        def received(payloads: list[Sequence[Tensor]]) -> list[Tensor]:
+            parts = []
+            for sent, shape in zip(payloads, shapes, strict=True):
+                parts.append(sent[self.rank].clone().view(*shape))
+            return parts
+
+        payload = [tensor.detach() for tensor in tensors]
+        return self._exchange(payload, timing, received, tensors[0].is_cuda)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-
         num_bytes = tensor.nbytes if self.rank != source else 0
 
         def timing(payloads: list[Tensor]) -> tuple[Iterable[int], float]:
             return (source, self.rank), self._network.seconds(num_bytes)
 
-        sent = self._exchange(
-            tensor.clone(), timing, lambda payloads: payloads[source], tensor.is_cuda
-        )
-        tensor.copy_(sent.wait())
+        def received(payloads: list[Tensor]) -> Tensor:
+            return payloads[source]
+
+        exchange = self._exchange(tensor.clone(), timing, received, tensor.is_cuda)
+        tensor.copy_(exchange.wait())
         self.bytes_received += num_bytes
         return tensor
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        return list(
-            self._exchange(values, self._control_timing, lambda payloads: payloads[0]).wait()
-        )
+        return list(self._exchange(values, self._control_timing, _of_leader).wait())
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        return self._exchange(data, self._control_timing, lambda payloads: payloads[0]).wait()
+        return self._exchange(data, self._control_timing, _of_leader).wait()
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         return self._exchange(tensor, self._control_timing, torch.stack)
 
     def _control_timing(self, payloads: list) -> tuple[Iterable[int], float]:
-        """Time an exchange of statuses, which are as good as empty: all wait for the last, and for
-        latencies."""
+        """Time an exchange of statuses, which are nearly empty: all wait for the last host."""
         return range(self.size), self._network.gathering(self.size, 1)
 
     def _exchange(
@@ -336,13 +364,17 @@ class SimulatedHost(HostGroup):
         """Take part in the next exchange.
 
         Args:
-            timing: returns by all hosts' payloads which hosts this one hears from, and how long
-                that takes it.
+            payload: what this host sends.
+            timing: returns, by all hosts' payloads, which hosts this one receives from, and how
+                many seconds that takes it.
+            result: makes what this host receives of all hosts' payloads.
             on_gpu: whether the GPU waits for the data, and not the CPU.
         """
         if self._watch.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine = self._machine
+
+        # Send: post the payload, and log the time.
         number = self._num_posted
         self._num_posted += 1
         posts = machine.posts.setdefault(number, {})
@@ -350,23 +382,25 @@ class SimulatedHost(HostGroup):
         self._end_lap()
 
         def send() -> None:
-            times[self.rank] = max(self._gpu, self._cpu) if on_gpu else self._cpu
+            times[self.rank] = self._time(on_gpu)
 
         self._later(send)
         posts[self.rank] = payload
         if len(posts) == self.size:
-            del machine.posts[number], machine.times[number]
+            del machine.posts[number]
+            del machine.times[number]
             machine.turn.notify_all()
+
+        # Receive: work out when the data arrives, which may be after it is waited for.
         arrival = None
 
         def settle() -> None:
-            """Work out when it arrives: exchanges share this host's link, in the order of their
-            beginning."""
+            # Exchanges share this host's link, in the order of their beginning.
             senders, seconds = timing([posts[host] for host in range(self.size)])
 
             def arrive() -> bool:
                 nonlocal arrival
-                if not all(host in times for host in senders):
+                if any(host not in times for host in senders):
                     return False
                 start = max(times[host] for host in senders)
                 if seconds:
@@ -385,8 +419,9 @@ class SimulatedHost(HostGroup):
 
         self._unsettled.append(settle)
 
-        def finish():
+        def finish() -> Any:
             with self._not_counted():
+                # Let other hosts compute until all have posted.
                 machine.waiting[self.rank] = posts
                 while len(posts) < self.size and not machine.is_stuck(posts):
                     machine.turn.wait()
@@ -397,8 +432,10 @@ class SimulatedHost(HostGroup):
                     raise HostError(
                         machine.failure or "the hosts no longer take part in the same exchanges"
                     )
+                # Exchanges that began before this one have the link before it.
                 while settle in self._unsettled:
-                    self._unsettled.popleft()()
+                    settle_next = self._unsettled.popleft()
+                    settle_next()
                 self._later(receive)
                 return result([posts[host] for host in range(self.size)])
 
@@ -412,6 +449,11 @@ class SimulatedHost(HostGroup):
 
     def close(self) -> None:
         """Do nothing: there is no process group to leave."""
+
+
+def _of_leader(payloads: list[Any]) -> Any:
+    """Return host 0's payload, which it broadcasts."""
+    return payloads[0]
 
 
 def simulate(
@@ -436,18 +478,18 @@ def simulate(
         clock: seconds; what a host's computing is timed with. None: no host computes for any time,
             and on a GPU none is slowed down to be timed.
         paces: in place of measured times, each host's ``laps`` of runs of the same job, say their
-            mean: where the machine is noisy, the slowest of H hosts in every exchange is else
-                slower than any host is by itself.
+            mean. Where the machine is noisy, the slowest of H hosts in every exchange would else be
+            slower than any host is by itself.
 
     Raises:
-        ValueError: a host reads its clock more often than in the run that its pace is of.
+        InvalidRequestError: a host reads its clock more often than in the run that gave its pace.
         Exception: raised by the job; if several hosts raised, the first that is not a consequence
             of another.
     """
     machine = _Machine(num_hosts, network or Network(), clock, torch.device(device))
-    machine.hosts = [
-        SimulatedHost(machine, rank, paces and paces[rank]) for rank in range(num_hosts)
-    ]
+    for rank in range(num_hosts):
+        pace = None if paces is None else paces[rank]
+        machine.hosts.append(SimulatedHost(machine, rank, pace))
     results: list[Any] = [None] * num_hosts
     errors: list[BaseException | None] = [None] * num_hosts
     num_threads = torch.get_num_threads()
@@ -455,7 +497,8 @@ def simulate(
     def run(rank: int) -> None:
         host = machine.hosts[rank]
         with machine.turn:
-            if torch.get_num_threads() != num_threads:  # OpenMP's setting is the thread's own
+            # OpenMP's setting is the thread's own.
+            if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
             host._begin_lap()
             try:
@@ -465,14 +508,20 @@ def simulate(
             machine.ended.add(rank)
             machine.turn.notify_all()
 
+    # Run all hosts.
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_hosts)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+    # A HostError is the consequence of another host's error, where there is another.
     raised = [error for error in errors if error is not None]
+    for error in raised:
+        if not isinstance(error, HostError):
+            raise error
     if raised:
-        raise next((error for error in raised if not isinstance(error, HostError)), raised[0])
+        raise raised[0]
     return results
 
 

@@ -11,7 +11,8 @@ def grouped(records: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
     """Return the records by their values of some fields, in the order in which these first come."""
     groups: dict[tuple, list[dict]] = {}
     for record in records:
-        groups.setdefault(tuple(record[name] for name in names), []).append(record)
+        values = tuple(record[name] for name in names)
+        groups.setdefault(values, []).append(record)
     return groups
 
 
@@ -20,8 +21,8 @@ def sum_counts(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, tuple
     sums: dict[str, tuple[int, int]] = {}
     for by_task in counts:
         for task, (right, total) in by_task.items():
-            before = sums.get(task, (0, 0))
-            sums[task] = before[0] + right, before[1] + total
+            right_before, total_before = sums.get(task, (0, 0))
+            sums[task] = (right_before + right, total_before + total)
     return sums
 
 
@@ -41,8 +42,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def percent_cell(right: int, total: int) -> str:
-    """Format a share and its interval in percent: ``95.0 (89-98)``; nothing where there is no
-    answer."""
+    """Format a share and its interval in percent, such as ``95.0 (89-98)``; "" without answers."""
     if not total:
         return ""
     low, high = wilson(right, total)
@@ -50,20 +50,30 @@ def percent_cell(right: int, total: int) -> str:
 
 
 def mean_cell(samples: Sequence[float], form: str) -> str:
-    """Format a mean and half its 95 % confidence interval by Student's t, ``0.042 ± 0.010``; one
-    sample alone."""
-    mean = f"{statistics.fmean(samples):{form}}"
+    """Format a mean and half its 95 % confidence interval, such as ``0.042 ± 0.010``.
+
+    The interval is Student's t; one sample has none.
+
+    Args:
+        form: the format of the mean, such as ``+.3f``.
+    """
+    mean = format(statistics.fmean(samples), form)
     if len(samples) < 2:
         return mean
     half = student_t(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return f"{mean} ± {half:{form.removeprefix('+')}}"
+    unsigned = form.removeprefix("+")
+    return f"{mean} ± {format(half, unsigned)}"
 
 
 def student_t(freedom: int) -> float:
-    """Return the two-sided 95 % quantile; the series of Abramowitz and Stegun, 26.7.5, within 1 %
-    from 3 on."""
-    if freedom < 3:
-        return (12.706, 4.303)[freedom - 1]
+    """Return the two-sided 95 % quantile of Student's t by its degrees of freedom.
+
+    From 3 on it is the series of Abramowitz and Stegun, 26.7.5, within 1 %.
+    """
+    if freedom == 1:
+        return 12.706
+    if freedom == 2:
+        return 4.303
     z = 1.96
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 import torch
@@ -20,7 +21,11 @@ from apbv import Engine, HostGroup
 
 from .arguments import read_toml
 
-PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # of Qwen2.5-VL
+# Of Qwen2.5-VL: a patch's side in pixels, a token's side in patches, a patch's frames and colors.
+PATCH = 14
+MERGE = 2
+FRAMES_PER_PATCH = 2
+CHANNELS = 3
 PREFIX_LEN = 16  # tokens before the video, such as a system message
 _MODELS = read_toml(Path(__file__).with_name("models.toml"))
 
@@ -28,16 +33,17 @@ _MODELS = read_toml(Path(__file__).with_name("models.toml"))
 def config_like(
     name: str, text: dict | None = None, vision: dict | None = None
 ) -> PreTrainedConfig:
-    """Build a configuration of models.toml, with other sizes of the decoder or of the vision
-    tower."""
+    """Build a configuration of models.toml, with other sizes of the decoder or the vision tower."""
     fields = dict(_MODELS[name])
+    text = text or {}
+    vision = vision or {}
     if "vision_config" not in fields:
-        return AutoConfig.for_model(**fields | (text or {}))
-    # Random weights answer nothing, and end nowhere.
-    fields["text_config"] = (
-        {"bos_token_id": None, "eos_token_id": None} | fields["text_config"] | (text or {})
-    )
-    fields["vision_config"] = fields["vision_config"] | (vision or {})
+        fields.update(text)
+        return AutoConfig.for_model(**fields)
+    # Random weights have no start or end of a text.
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    fields["text_config"] = {**ends, **fields["text_config"], **text}
+    fields["vision_config"] = {**fields["vision_config"], **vision}
     return AutoConfig.for_model(**fields)
 
 
@@ -48,27 +54,31 @@ def config_of(model: str) -> PreTrainedConfig:
     """Return a built-in configuration, or any checkpoint's.
 
     Raises:
-        ValueError: there is no such model.
+        InvalidRequestError: there is no such model.
     """
+    if model in CONFIGS:
+        return CONFIGS[model]
     try:
-        return CONFIGS.get(model) or AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except OSError as error:
-        raise ValueError(f"cannot load the configuration of {model}: {error}") from error
+        raise InvalidRequestError(f"cannot load the configuration of {model}: {error}") from error
 
 
 def build_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str
 ) -> PreTrainedModel:
     """Build a model with random weights."""
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto_class = AutoModelForImageTextToText
+    else:
+        auto_class = AutoModelForCausalLM
     with torch.device(device):
         torch.manual_seed(0)
-        return auto.from_config(config, dtype=dtype).eval()
+        return auto_class.from_config(config, dtype=dtype).eval()
 
 
 def load_model(name: str, dtype: torch.dtype, hosts: HostGroup) -> PreTrainedModel:
-    """Build one of :data:`CONFIGS` with random weights, or load the demo's model or a
-    checkpoint."""
+    """Build one of :data:`CONFIGS` with random weights, or load the demo or a checkpoint."""
     if name in CONFIGS:
         return build_model(CONFIGS[name], dtype, hosts.device)
     return Engine.from_pretrained(name, hosts=hosts, dtype=dtype).model
@@ -88,15 +98,17 @@ class Prompt:
 
 
 def plain_tokens(config: PreTrainedConfig, count: int, generator: torch.Generator) -> Tensor:
-    """Draw tokens ``[count]`` that a model reads as text, and never as a placeholder, a start or an
-    end."""
-    text = config.get_text_config()
-    fields = (field for each in (config, text) for field in each.to_dict().items())
-    named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
-    special = {
-        token for value in named for token in (value if isinstance(value, list) else [value])
-    }
-    plain = torch.tensor([token for token in range(text.vocab_size) if token not in special])
+    """Draw tokens ``[count]`` that a model reads as text.
+
+    None is a placeholder, a start or an end.
+    """
+    text_config = config.get_text_config()
+    special: set[int | None] = set()
+    for fields in (config.to_dict(), text_config.to_dict()):
+        for name, value in fields.items():
+            if name.endswith(("_token_id", "_token_index")):
+                special.update(value if isinstance(value, list) else [value])
+    plain = torch.tensor([token for token in range(text_config.vocab_size) if token not in special])
     return plain[torch.randint(len(plain), (count,), generator=generator)]
 
 
@@ -107,14 +119,16 @@ def text_prompt(config: PreTrainedConfig, num_tokens: int, query_len: int, seed:
 
 
 def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-    """Return temporal patches, and patches down and across, of frames that are cut to whole
-    tokens."""
+    """Return temporal patches, and patches down and across, of frames cut to whole tokens.
+
+    Args:
+        height, width: of the frames, in pixels.
+    """
     side = PATCH * MERGE
-    return (
-        -(-num_frames // FRAMES_PER_PATCH),
-        max(1, height // side) * MERGE,
-        max(1, width // side) * MERGE,
-    )
+    temporal = -(-num_frames // FRAMES_PER_PATCH)
+    down = max(1, height // side) * MERGE
+    across = max(1, width // side) * MERGE
+    return temporal, down, across
 
 
 def video_prompt(
@@ -125,27 +139,32 @@ def video_prompt(
     query_len: int,
     seed: int = 0,
 ) -> Prompt:
-    """Draw random pixels and text for a model of Qwen2.5-VL's layout."""
+    """Draw random pixels and text for a model of Qwen2.5-VL's layout.
+
+    Args:
+        height, width: of the frames, in pixels.
+        query_len: tokens of the question, which is the end of the prompt.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    # The tokens: a prefix, the video's placeholders, and the question.
     grid = patch_grid(num_frames, height, width)
     num_patches = grid[0] * grid[1] * grid[2]
     num_visual = num_patches // MERGE**2
-    prefix, question = (
-        plain_tokens(config, length, generator) for length in (PREFIX_LEN, query_len)
-    )
-    start, end = (
-        torch.tensor([token])
-        for token in (config.vision_start_token_id, config.vision_end_token_id)
-    )
-    ids = torch.cat(
-        [prefix, start, torch.full((num_visual,), config.video_token_id), end, question]
-    )[None]
-    values = CHANNELS * FRAMES_PER_PATCH * PATCH**2
-    return Prompt(
-        {
-            "input_ids": ids,
-            "mm_token_type_ids": (ids == config.video_token_id).int() * 2,
-            "pixel_values_videos": torch.randn(num_patches, values, generator=generator),
-            "video_grid_thw": torch.tensor([grid]),
-        }
-    )
+    prefix = plain_tokens(config, PREFIX_LEN, generator)
+    question = plain_tokens(config, query_len, generator)
+    start = torch.tensor([config.vision_start_token_id])
+    placeholders = torch.full((num_visual,), config.video_token_id)
+    end = torch.tensor([config.vision_end_token_id])
+    ids = torch.cat([prefix, start, placeholders, end, question])[None]
+
+    # The pixels, patch by patch.
+    patch_values = CHANNELS * FRAMES_PER_PATCH * PATCH**2
+    pixels = torch.randn(num_patches, patch_values, generator=generator)
+    batch = {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == config.video_token_id).int() * 2,
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([grid]),
+    }
+    return Prompt(batch)

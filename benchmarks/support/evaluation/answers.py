@@ -29,8 +29,7 @@ _PREFIXES = {
 
 
 def choose_option(text: str, options: Sequence[str]) -> int | None:
-    """Return which option an answer names, by its letter or its text; None if it names none, or
-    several.
+    """Return which option an answer names, by letter or text; None if it names none, or several.
 
     What counts is, in this order: the whole answer; what stands in ``<answer>`` tags or
     ``\\boxed{}``; a letter after "answer", "option" or "choice", of several the last; a letter at
@@ -39,77 +38,101 @@ def choose_option(text: str, options: Sequence[str]) -> int | None:
     pronoun. Two letters side by side are several.
     """
     text = unicodedata.normalize("NFKC", text).strip()
-    for marked in (_TAGGED, _BOXED):
-        if found := marked.findall(text):
-            text = found[-1].strip()
+    letters = LETTERS[: len(options)]
+
+    # What is marked as the answer stands for all of it.
+    for mark in (_TAGGED, _BOXED):
+        marked = mark.findall(text)
+        if marked:
+            text = marked[-1].strip()
             break
-    whole = [
+
+    # The whole answer is an option. A letter alone may be an option's text, too, but is a letter.
+    is_letter = len(text) == 1 and text in letters
+    equal = [
         number for number, option in enumerate(options) if normalised(option) == normalised(text)
     ]
-    if len(whole) == 1 and not (len(text) == 1 and text in LETTERS[: len(options)]):
-        return whole[0]
-    letters = LETTERS[: len(options)]
+    if len(equal) == 1 and not is_letter:
+        return equal[0]
+
+    # Patterns: a letter that is no article or pronoun; one in brackets or bare, with its own group
+    # each; a second letter beside a first.
     is_meant = rf"(?!(?<=A)\s+(?!(?:{_BEHIND_LETTERS})\b)[a-z])(?!(?<=I)\s+(?!is\b)[a-z])"
     letter = rf"(?:\(([{letters}])\)|\**([{letters}]){_END}(?!['’]))"
-    joined = (
+    second = (
         rf"[^\w\n]*(?:(?:and|or)\b[^\w\n]*)?(?:option\s+)?"
         rf"[{letters}]{_END}{is_meant}(?!\s+(?:{_VERBS})\b)"
     )
-    if said := list(re.finditer(rf"(?i:{_SAID})\**{letter}{is_meant}", text)):
-        is_one = re.match(joined, text[said[-1].end() :]) is None
-        return letters.index(said[-1][1] or said[-1][2]) if is_one else None
-    if said := re.search(rf"(?i:{_SAID})\W*([{letters.lower()}])\W*$", text):
-        return letters.lower().index(said[1])
-    if re.match(rf"\W*[{letters}]{joined}", text):
-        return None  # several
-    if begins := re.match(rf"\W*{letter}{is_meant}", text):
-        return letters.index(begins[1] or begins[2])
-    if alone := re.fullmatch(rf"\W*([{letters.lower()}])\W*", text):
+
+    # A letter after "answer", "option" or "choice"; a small one only at the end.
+    said = list(re.finditer(rf"(?i:{_SAID})\**{letter}{is_meant}", text))
+    if said:
+        last = said[-1]
+        if re.match(second, text[last.end() :]):
+            return None
+        return letters.index(last[1] or last[2])
+    said_small = re.search(rf"(?i:{_SAID})\W*([{letters.lower()}])\W*$", text)
+    if said_small:
+        return letters.lower().index(said_small[1])
+
+    # A letter at the beginning; a small one only by itself.
+    if re.match(rf"\W*[{letters}]{second}", text):
+        return None
+    first = re.match(rf"\W*{letter}{is_meant}", text)
+    if first:
+        return letters.index(first[1] or first[2])
+    alone = re.fullmatch(rf"\W*([{letters.lower()}])\W*", text)
+    if alone:
         return letters.lower().index(alone[1])
+
+    # The text of an option.
     named = option_in(text, options)
     if named is not None:
         return named
-    for pattern in (
-        rf"\(([{letters}])\)",
-        rf"(?<![A-Za-z0-9_])(?<!not )([{letters}]){_END}(?!['’]){is_meant}",
-    ):
-        found = set(re.findall(pattern, text))
-        if found:
-            return letters.index(found.pop()) if len(found) == 1 else None
+
+    # The only letter in brackets, or by itself.
+    in_brackets = rf"\(([{letters}])\)"
+    by_itself = rf"(?<![A-Za-z0-9_])(?<!not )([{letters}]){_END}(?!['’]){is_meant}"
+    for pattern in (in_brackets, by_itself):
+        different = set(re.findall(pattern, text))
+        if len(different) == 1:
+            return letters.index(different.pop())
+        if different:
+            return None
     return None
 
 
 def option_in(text: str, options: Sequence[str]) -> int | None:
-    """Return the only option whose text is, or occurs in, an answer; None if there is none, or are
-    several.
+    """Return the only option whose text occurs in an answer; None if there is none, or several.
 
     Of options that contain one another, the longer one counts.
     """
+    # With spaces around them, so that only whole words are equal.
     said = f" {normalised(text)} "
-    found = [
-        n
-        for n, option in enumerate(options)
-        if normalised(option) and f" {normalised(option)} " in said
-    ]
-    texts = [f" {normalised(options[number])} " for number in found]
-    longest = [
-        n
-        for n, text in zip(found, texts, strict=True)
-        if not any(text in t and t != text for t in texts)
-    ]
+    occurring: dict[int, str] = {}
+    for number, option in enumerate(options):
+        words = normalised(option)
+        if words and f" {words} " in said:
+            occurring[number] = f" {words} "
+    longest = []
+    for number, words in occurring.items():
+        is_part = any(words in other and words != other for other in occurring.values())
+        if not is_part:
+            longest.append(number)
     return longest[0] if len(longest) == 1 else None
 
 
 def first_letter_by_alphabet(text: str, options: Sequence[str]) -> int | None:
-    """Return the option of VNBench's rule: of the letters before the first full stop, the first in
-    the alphabet.
+    """Return the option of VNBench's rule.
 
-    So "Answer: B" counts as A, since it contains one.
+    It is the first letter in the alphabet of all before the first full stop. So "Answer: B" counts
+    as A, since it contains one.
     """
-    said = text.split(".")[0]
-    return next(
-        (number for number, letter in enumerate(LETTERS[: len(options)]) if letter in said), None
-    )
+    before_stop = text.split(".")[0]
+    for number, letter in enumerate(LETTERS[: len(options)]):
+        if letter in before_stop:
+            return number
+    return None
 
 
 def first_of_four(text: str, options: Sequence[str]) -> int | None:
@@ -131,29 +154,37 @@ def first_of_five(text: str, options: Sequence[str]) -> int | None:
 
 
 def _first_letter(text: str, number: int) -> int | None:
-    found = re.search(f"[{LETTERS[:number]}]", _PREFIXES[number].sub("", text.strip()))
-    return LETTERS.index(found[0]) if found else None
+    """Return the first of a number of letters behind a usual opening; None if there is none."""
+    rest = _PREFIXES[number].sub("", text.strip())
+    match = re.search(f"[{LETTERS[:number]}]", rest)
+    return LETTERS.index(match[0]) if match else None
 
 
 def normalised(text: str) -> str:
-    """Return a text in lower case, without punctuation at words' edges but a minus, and with single
-    spaces."""
-    words = (_bare(word) for word in re.split(_BETWEEN_WORDS, _folded(text)))
+    """Return a text in lower case and with single spaces.
+
+    Punctuation at the edges of words is left out, but for a minus.
+    """
+    words = [_bare(word) for word in re.split(_BETWEEN_WORDS, _folded(text))]
     return " ".join(word for word in words if word)
 
 
 def _bare(word: str) -> str:
+    """Return a word without the punctuation around it, but with a number's minus."""
     bare = word.strip(string.punctuation + "…“”‘’«»−–")
     is_negative = bare[:1].isdigit() and word.lstrip("([\"'*$").startswith(("-", "−"))
     return f"-{bare}" if is_negative else bare
 
 
 def same_answer(text: str, expected: str) -> bool:
-    """Return whether an open answer is the expected one, but for case, spaces and punctuation
-    around words."""
+    """Return whether an open answer is the expected one.
+
+    Case, spaces, and punctuation around words do not matter.
+    """
     if normalised(expected):
         return normalised(text) == normalised(expected)
-    return _folded(text).strip() == _folded(expected).strip()  # all punctuation, as "?" may be
+    # The expected answer is punctuation only, such as "?".
+    return _folded(text).strip() == _folded(expected).strip()
 
 
 def _folded(text: str) -> str:
@@ -165,8 +196,8 @@ def judged(
 ) -> dict[str, Any]:
     """Return an answer with the letter of the option that it names, and whether it is right.
 
-    Both are None if there is nothing to say: an open question has no letters, a right answer may be
-    unknown.
+    An open question has no letter, which is None then; a right answer may be unknown, so that None
+    is whether the answer is right.
 
     Args:
         parse: reads which option an answer names; None: the prompt does not show the options, so
@@ -176,9 +207,12 @@ def judged(
     if not sample.options:
         right = None if sample.answer is None else same_answer(text, sample.answer)
         return {"text": text, "choice": None, "right": right}
-    choice = (parse or option_in)(text, sample.options)
-    found = {"text": text, "choice": None if choice is None else LETTERS[choice]}
+    if parse is None:
+        parse = option_in
+    choice = parse(text, sample.options)
+    result = {"text": text, "choice": None if choice is None else LETTERS[choice]}
     if choice is None and guess is not None:
         choice = guess(sample)
-        found["guess"] = LETTERS[choice]
-    return found | {"right": None if sample.answer is None else choice == sample.answer}
+        result["guess"] = LETTERS[choice]
+    result["right"] = None if sample.answer is None else choice == sample.answer
+    return result

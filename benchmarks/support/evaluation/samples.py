@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from apbv.errors import InvalidRequestError
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LETTERED = "{question}\n{options}\nAnswer with the option's letter from the given choices directly."
 OPEN = "{question}"
@@ -52,7 +54,9 @@ class Sample:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that have to be there."""
-        return (*self.sources, *([self.subtitles] if self.subtitles else []))
+        if self.subtitles is None:
+            return self.sources
+        return (*self.sources, self.subtitles)
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -61,8 +65,10 @@ class Sample:
 
     @property
     def expected(self) -> str | None:
-        """The right answer as text: that of an open question, or the letter of the right option."""
-        return LETTERS[self.answer] if isinstance(self.answer, int) else self.answer
+        """The right answer as text, or the letter of the right option; None if it is not known."""
+        if isinstance(self.answer, int):
+            return LETTERS[self.answer]
+        return self.answer
 
 
 class Subtitle(NamedTuple):
@@ -74,8 +80,10 @@ class Subtitle(NamedTuple):
 
 
 def file_sizes(sample: Sample) -> list[int]:
-    """Return the bytes of each of a sample's files, which tell other files of the same names apart;
-    0: no file."""
+    """Return the bytes of each of a sample's files; 0 where there is none.
+
+    They tell a file from another of the same name.
+    """
     return [path.stat().st_size if path.is_file() else 0 for path in sample.files]
 
 
@@ -89,139 +97,162 @@ def by_files(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 def digest_of(samples: Iterable[Sample]) -> str:
     """Return a digest of all that is asked: questions, options, answers and files' names."""
-    asked = [
-        [
-            s.key,
-            s.question,
-            s.answer,
-            s.options,
-            [path.name for path in s.files],
-            dict(s.groups),
-            s.unit,
+    asked = []
+    for sample in samples:
+        fields = [
+            sample.key,
+            sample.question,
+            sample.answer,
+            sample.options,
+            [path.name for path in sample.files],
+            dict(sample.groups),
+            sample.unit,
         ]
-        for s in samples
-    ]
+        asked.append(fields)
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; of a file whose name ends in ``.jsonl`` return a list with an entry for
-    every line.
+    """Read a JSON file, or the lines of a file whose name ends in ``.jsonl``.
+
+    Returns:
+        the file's value; of lines a list of their values.
 
     Raises:
-        ValueError: it cannot be read, or is not JSON; with the line.
+        InvalidRequestError: it cannot be read, or is not JSON; with the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise InvalidRequestError(f"cannot read {path}: {error}") from error
     if path.suffix != ".jsonl":
         return _parsed(text, str(path))
-    lines = enumerate(text.split("\n"), start=1)  # JSON may hold other line breaks than \n
-    return [_parsed(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    values = []
+    # JSON may hold other line breaks than \n, at which splitlines would split.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            values.append(_parsed(line, f"{path}:{number}"))
+    return values
 
 
 def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+        raise InvalidRequestError(f"{place}: {error}") from None
 
 
 def made_of(path: Path, entries: Any, make: Callable[[int, dict], Made]) -> list[Made]:
-    """Make something of each entry of a file, from its number, from 1, and its fields.
+    """Make something of each entry of a file.
+
+    Args:
+        entries: what the file holds.
+        make: makes it from the entry's number, from 1, and its fields.
 
     Raises:
-        ValueError: there is no list, or an entry lacks a field, or has a wrong one; with the
-            entry's number.
+        InvalidRequestError: there is no list, or an entry lacks a field, or has a wrong one; with
+            the entry's number.
     """
     if not isinstance(entries, list):
-        raise ValueError(f"{path}: expected a list of questions")
-    found = []
+        raise InvalidRequestError(f"{path}: expected a list of questions")
+    results = []
     for number, entry in enumerate(entries, start=1):
         try:
-            found.append(make(number, entry))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            wrong = f"needs the field {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{path}, question {number}: {wrong}") from error
-    return found
+            results.append(make(number, entry))
+        except KeyError as error:
+            raise InvalidRequestError(
+                f"{path}, question {number}: needs the field {error}"
+            ) from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidRequestError(f"{path}, question {number}: {error}") from error
+    return results
 
 
 def text_of(value: Any) -> str:
     """Return a text without spaces around it; a number is written out.
 
     Raises:
-        ValueError: it is something else, or blank.
+        InvalidRequestError: it is something else, or blank.
     """
-    text = (
-        str(value).strip()
-        if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else ""
-    )
+    text = ""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        text = str(value).strip()
     if not text:
-        raise ValueError(f"expected a text, got {value!r:.60}")
+        raise InvalidRequestError(f"expected a text, got {value!r:.60}")
     return text
 
 
 def texts_of(value: Any) -> tuple[str, ...]:
     """Return the texts of a list, or a single one; of None none."""
-    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return tuple(map(text_of, values))
+    if value is None:
+        return ()
+    if isinstance(value, list | tuple):
+        return tuple(text_of(entry) for entry in value)
+    return (text_of(value),)
 
 
 def options_of(value: Any) -> tuple[str, ...]:
     """Return options without their own letters, where all have them."""
     options = texts_of(value)
+    if len(options) > len(LETTERS):
+        return options
     bare = [_without_letter(text, letter) for text, letter in zip(options, LETTERS, strict=False)]
-    return tuple(bare) if len(bare) == len(options) and all(bare) else options
+    if None in bare:
+        return options
+    return tuple(bare)
 
 
 def option_named(options: Sequence[str], answer: Any) -> int:
     """Return which option an answer names: by its number from 0, by its text, or by its letter.
 
     Raises:
-        ValueError: it names none, or its text, letter and number name different ones.
+        InvalidRequestError: it names none, or its text, letter and number name different ones.
     """
     text = str(answer).strip()
+    named = []
     if isinstance(answer, int) and not isinstance(answer, bool):
-        if any(option == text and number != answer for number, option in enumerate(options)):
-            raise ValueError(
-                f"the answer {answer} is the number, from 0, of one option and the text of "
-                "another; "
-                f'"{answer}" is the text, and a letter is clear'
-            )
-        found = {answer} & {*range(len(options))}
+        for number, option in enumerate(options):
+            if option == text and number != answer:
+                raise InvalidRequestError(
+                    f"the answer {answer} is the number, from 0, of one option and the text of "
+                    f'another; "{answer}" is the text, and a letter is clear'
+                )
+        if 0 <= answer < len(options):
+            named.append(answer)
     else:
-        found = {
-            number
-            for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False))
-            if option in (text, _without_letter(text, letter)) or letter == text.rstrip(".")
-        }
-    if len(found) != 1:
-        many = "could be several" if found else "is none"
-        raise ValueError(
-            f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is "
-            "clear"
+        for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False)):
+            is_text = option in (text, _without_letter(text, letter))
+            if is_text or letter == text.rstrip("."):
+                named.append(number)
+    if len(named) != 1:
+        how_many = "could be several" if named else "is none"
+        raise InvalidRequestError(
+            f"the answer {answer!r} {how_many} of the {len(options)} options; its number, from 0, "
+            "is clear"
         )
-    return found.pop()
+    return named[0]
 
 
 def option_lettered(options: Sequence[str], letter: str) -> int:
     """Return which option a letter names.
 
     Raises:
-        ValueError: it names none.
+        InvalidRequestError: it names none.
     """
     letters = LETTERS[: len(options)]
     bare = letter.strip().rstrip(".")
     if len(bare) != 1 or bare not in letters:
-        raise ValueError(f"{letter!r:.60} is not the letter of one of the {len(options)} options")
+        raise InvalidRequestError(
+            f"{letter!r:.60} is not the letter of one of the {len(options)} options"
+        )
     return letters.index(bare)
 
 
 def _without_letter(option: str, letter: str) -> str | None:
-    """Return an option's text after its own letter, as of "A. red" and "(A) red"; None if it has
-    not that."""
+    """Return an option's text after its own letter, "red" of "A. red" and "(A) red".
+
+    None: the option does not begin with its letter, or has nothing else.
+    """
     for mark in (f"{letter}.", f"{letter})", f"({letter})"):
         if option.startswith(mark):
             return option.removeprefix(mark).strip() or None
@@ -230,14 +261,25 @@ def _without_letter(option: str, letter: str) -> str | None:
 
 def fill(template: str, sample: Sample, subtitles: str = "") -> str:
     """Put a sample's question, its lettered options and subtitles into a template."""
-    lettered = (
-        f"{letter}. {option}" for letter, option in zip(LETTERS, sample.options, strict=False)
-    )
+    lettered = []
+    for letter, option in zip(LETTERS, sample.options, strict=False):
+        lettered.append(f"{letter}. {option}")
     values = {"question": sample.question, "options": "\n".join(lettered), "subtitles": subtitles}
-    return _FIELD.sub(lambda found: values[found[1]], template)
+
+    # Not str.format: a template may hold other braces, and a question the names of fields.
+    def value_of(field: re.Match) -> str:
+        return values[field[1]]
+
+    return _FIELD.sub(value_of, template)
 
 
 def request_of(sample: Sample, prompt: str) -> Mapping[str, Any]:
     """Return a question with its files, as arguments of :meth:`apbv.Engine.generate`."""
-    files = {"video": sample.videos, "images": sample.images, "audio": sample.audio}
-    return {"prompt": prompt, **{name: list(paths) for name, paths in files.items() if paths}}
+    request: dict[str, Any] = {"prompt": prompt}
+    if sample.videos:
+        request["video"] = list(sample.videos)
+    if sample.images:
+        request["images"] = list(sample.images)
+    if sample.audio:
+        request["audio"] = list(sample.audio)
+    return request

@@ -29,12 +29,17 @@ class Run:
 
 
 def runs_of(records: Iterable[dict]) -> list[Run]:
-    """Return the runs that records are of; of repeated questions the last answers, except where
-    these failed."""
+    """Sort records into runs, by their settings.
+
+    Of a question that was asked several times the last answer counts, or the last failure if there
+    is no answer.
+    """
     runs: dict[str, Run] = {}
     for record in records:
         run = runs.setdefault(digest_of(record["settings"]), Run(record["settings"]))
-        if "error" not in record or "error" in run.records.get(record["key"], {"error": None}):
+        before = run.records.get(record["key"])
+        has_answer = before is not None and "error" not in before
+        if "error" not in record or not has_answer:
             run.records[record["key"]] = record
     return list(runs.values())
 
@@ -49,10 +54,11 @@ class Score:
     """Counts what a run got right.
 
     Attributes:
-        groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.
-        others: by name, ``unanswered``: answers that name no option, which count as wrong; and in
-            no count: ``failed``: questions that could not be asked; ``incomplete``: those of which
-            tries are missing; ``unscored``: those whose right answer is not known.
+        groups: the number of right answers and of questions, by (dimension, value); :data:`ALL`
+            comes first.
+        others: numbers of questions by name, ``unanswered``: answers that name no option, which
+            count as wrong; and of questions that count in no group ``failed``: they could not be
+            asked; ``incomplete``: tries are missing; ``unscored``: the right answer is not known.
     """
 
     groups: dict[tuple[str, str], list[int]] = field(default_factory=lambda: {ALL: [0, 0]})
@@ -61,68 +67,120 @@ class Score:
 
 def score(run: Run) -> Score:
     """Count a run's right answers."""
-    found = Score()
-    units = {}
+    result = Score()
+
+    # Sort out what cannot be scored; the tries of a unit count together.
+    units: dict[str, list[dict]] = {}
     for record in run.records.values():
         if "error" in record:
-            found.others["failed"] += 1
+            result.others["failed"] += 1
         elif record["right"] is None:
-            found.others["unscored"] += 1
+            result.others["unscored"] += 1
         else:
             units.setdefault(record["unit"], []).append(record)
-            found.others["unanswered"] += record["choice"] is None and record["is_choice"]
+            if record["choice"] is None and record["is_choice"]:
+                result.others["unanswered"] += 1
+
+    # Count in all groups.
     for tries in units.values():
         if len(tries) < tries[0]["unit_size"]:
-            found.others["incomplete"] += 1
+            result.others["incomplete"] += 1
             continue
-        right = all(record["right"] for record in tries)
+        is_right = all(record["right"] for record in tries)
         for group in (ALL, *tries[0]["groups"].items()):
-            count = found.groups.setdefault(group, [0, 0])
-            count[0] += right
+            count = result.groups.setdefault(group, [0, 0])
+            if is_right:
+                count[0] += 1
             count[1] += 1
-    return found
+    return result
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
     """Name runs by the settings in which they differ."""
-    names = sorted({name for run in runs for name in run.settings})
-    differing = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
-    return [
-        ", ".join(f"{name} {run.settings.get(name) or '–'}" for name in differing) for run in runs
-    ]
+    names: set[str] = set()
+    for run in runs:
+        names.update(run.settings)
+    differing = []
+    for name in sorted(names):
+        values = {str(run.settings.get(name)) for run in runs}
+        if len(values) > 1:
+            differing.append(name)
+    labels = []
+    for run in runs:
+        settings = [f"{name} {run.settings.get(name) or '–'}" for name in differing]
+        labels.append(", ".join(settings))
+    return labels
 
 
-def markdown(
-    runs: Sequence[Run], overall: Callable[[Score], float | None] = lambda score: None
-) -> str:
-    """Format runs as a table: a column for each run, a row for each kind of question; per cent,
-    with intervals.
+def no_rule(score: Score) -> None:
+    """Return no figure: the benchmark has no rule of its own."""
 
-    The last column says how many questions were asked, of each run where these numbers differ.
+
+def markdown(runs: Sequence[Run], overall: Callable[[Score], float | None] = no_rule) -> str:
+    """Format runs as a table of per cent with intervals.
+
+    It has a column for each run, and a row for each kind of question. The last column says how many
+    questions were asked, of each run where these numbers differ.
 
     Args:
         overall: a benchmark's own figure of a score, where that is not the share of all right
             answers.
     """
     scores = [score(run) for run in runs]
-    header = ["% right", *(labels_of(runs) if len(runs) > 1 else ["(95 % interval)"]), "questions"]
+    labels = labels_of(runs) if len(runs) > 1 else ["(95 % interval)"]
+    header = ["% right", *labels, "questions"]
+
+    # A row for each kind of question.
+    groups = set()
+    for run_score in scores:
+        groups.update(run_score.groups)
+    groups.discard(ALL)
     rows = []
-    for group in (ALL, *sorted({group for score in scores for group in score.groups} - {ALL})):
-        counts = [score.groups.get(group, [0, 0]) for score in scores]
-        asked = dict.fromkeys(total for _, total in counts)
-        asked = [total for _, total in counts] if len(asked) > 1 else asked
-        cells = [percent_cell(*count) for count in counts]
-        rows.append([": ".join(filter(None, group)), *cells, ", ".join(map(str, asked))])
-    shares = [overall(score) if score.groups[ALL][1] else None for score in scores]
+    for group in (ALL, *sorted(groups)):
+        rows.append(_group_row(group, scores))
+
+    # The benchmark's own figure, below the share of all right answers.
+    shares = []
+    for run_score in scores:
+        _, num_questions = run_score.groups[ALL]
+        shares.append(overall(run_score) if num_questions else None)
     if any(share is not None for share in shares):
         cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
         rows.insert(1, ["overall, by the benchmark's rule", *cells, ""])
+
+    # What does not count, and medians of figures.
     for name in OTHERS:
-        if any(numbers := [score.others[name] for score in scores]):
+        numbers = [run_score.others[name] for run_score in scores]
+        if any(numbers):
             rows.append([f"({name})", *numbers, ""])
-    figures = [[r["figures"] for r in run.records.values() if "figures" in r] for run in runs]
     for name, title in _MEDIANS.items():
-        if all(of_run and all(name in each for each in of_run) for of_run in figures):
-            medians = (statistics.median(each[name] for each in of_run) for of_run in figures)
-            rows.append([title, *(f"{median:.0f}" for median in medians), ""])
+        medians = [_median(run, name) for run in runs]
+        if None not in medians:
+            rows.append([title, *[f"{median:.0f}" for median in medians], ""])
     return markdown_table(header, rows, align="---")
+
+
+def _group_row(group: tuple[str, str], scores: Sequence[Score]) -> list[str]:
+    """Return the row of a kind of question."""
+    cells = []
+    totals = []
+    for run_score in scores:
+        right, total = run_score.groups.get(group, [0, 0])
+        cells.append(percent_cell(right, total))
+        totals.append(total)
+    if len(set(totals)) == 1:
+        totals = totals[:1]
+    title = ": ".join(part for part in group if part)
+    return [title, *cells, ", ".join(str(total) for total in totals)]
+
+
+def _median(run: Run, name: str) -> float | None:
+    """Return the median of a figure of a run's answers; None if not all have it, or none does."""
+    values = []
+    for record in run.records.values():
+        if "figures" not in record:
+            continue
+        if name not in record["figures"]:
+            return None
+        values.append(record["figures"][name])
+    return statistics.median(values) if values else None

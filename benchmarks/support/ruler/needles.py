@@ -32,77 +32,114 @@ def make_needles(
     Args:
         haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles"
             (further ones).
-        num_keys, num_values: how many keys there are, and values of each.
+        num_keys: how many keys there are.
+        num_values: how many values each key has.
         num_asked: how many of the keys are asked for.
-        draw_keys, draw_values: draw a number of different ones.
+        draw_keys: draws a number of different keys.
+        draw_values: draws a number of different values.
         kind: what a value is called.
 
     Raises:
         ValueError: the needles do not fit.
     """
-    filler = Random(rng.getrandbits(64))
+    haystack_rng = Random(rng.getrandbits(64))
+
+    # The needles.
     keys = draw_keys(rng, num_keys)
     values = draw_values(rng, num_keys * num_values)
-    by_key = {key: values[n * num_values : (n + 1) * num_values] for n, key in enumerate(keys)}
-    needle = partial(_TEXTS["needle"].format, kind=kind)
-    needles = [needle(key=key, value=value) for key, its in by_key.items() for value in its]
+    values_of_key = {}
+    needles = []
+    for number, key in enumerate(keys):
+        values_of_key[key] = values[number * num_values : (number + 1) * num_values]
+        for value in values_of_key[key]:
+            needles.append(_TEXTS["needle"].format(kind=kind, key=key, value=value))
     rng.shuffle(needles)
-    # Tokens of a longer sentence.
+
+    # The haystack. A sentence that is not noise has at least eight tokens.
     most = budget.tokens if haystack == "noise" else budget.tokens // 8
-    drawn = []
-    if haystack == "needles":  # without the keys and values of those that count
+    haystack_sentences = []
+    if haystack == "needles":
+        # All are drawn at once, without the keys and values of the needles that count.
         avoided = {*keys, *values}
         number = most + len(avoided) + 1
-        pairs = zip(draw_keys(filler, number), draw_values(filler, number), strict=True)
-        drawn = [needle(key=k, value=v) for k, v in pairs if avoided.isdisjoint((k, v))]
+        other_keys = draw_keys(haystack_rng, number)
+        other_values = draw_values(haystack_rng, number)
+        for key, value in zip(other_keys, other_values, strict=True):
+            if key not in avoided and value not in avoided:
+                sentence = _TEXTS["needle"].format(kind=kind, key=key, value=value)
+                haystack_sentences.append(sentence)
 
     def sentences(number: int) -> list[str]:
         """Return a number of sentences of the haystack, always the same."""
-        while len(drawn) < number and haystack != "needles":
-            noise = NOISE[len(drawn) % len(NOISE)]
-            drawn.append(noise if haystack == "noise" else draw_sentence(filler))
-        return drawn[:number]
+        while len(haystack_sentences) < number and haystack != "needles":
+            if haystack == "noise":
+                sentence = NOISE[len(haystack_sentences) % len(NOISE)]
+            else:
+                sentence = draw_sentence(haystack_rng)
+            haystack_sentences.append(sentence)
+        return haystack_sentences[:number]
 
     def text(body: Sequence[str]) -> str:
-        return ("\n" if haystack == "needles" else " ").join(
-            [_TEXTS["instruction"].format(kind=kind), *body]
-        )
+        """Return the context of the instruction and some sentences."""
+        separator = "\n" if haystack == "needles" else " "
+        return separator.join([_TEXTS["instruction"].format(kind=kind), *body])
 
+    def text_without_order(number: int) -> str:
+        """Return the context with a number of sentences of the haystack, before the needles."""
+        return text([*sentences(number), *needles])
+
+    # Fill the budget.
     number = budget.fill(
-        lambda n: text([*sentences(n), *needles]),
+        text_without_order,
         per_unit=budget.count(" " + sentences(1)[0]),
         what="what is hidden",
-        fewest=len(needles) - 1,  # at distinct places
+        fewest=len(needles) - 1,  # so that there are distinct places
         most=most,
     )
     body = sentences(number)
     body = inserted(body, needles, draw_places(rng, len(needles), len(body)))
     context = text(body)
-    if haystack != "needles":  # the last sentence is cut short to fill the context
+    if haystack != "needles":
+        # A further sentence is cut short to fill the context.
         next_words = sentences(number + 1)[-1].removesuffix(".").split()
-        context = pad(lambda rest: text([*body, rest] if rest else body), next_words, budget)
-    while budget.count(context) > budget.tokens:  # where tokens cross sentences, places matter
-        body.remove(next(sentence for sentence in reversed(body) if sentence not in needles))
+
+        def text_with_rest(rest: str) -> str:
+            return text([*body, rest] if rest else body)
+
+        context = pad(text_with_rest, next_words, budget)
+    while budget.count(context) > budget.tokens:
+        # Where tokens cross sentences, the needles' places change the length.
+        haystack_left = [sentence for sentence in body if sentence not in needles]
+        body.remove(haystack_left[-1])
         context = text(body)
+
+    # The question.
     asked = keys[:num_asked]
-    named = asked[0] if num_asked == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    if num_asked == 1:
+        named = asked[0]
+    else:
+        named = f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    answers = []
+    for key in asked:
+        answers += values_of_key[key]
     return Task(
         context=context,
         question=_TEXTS["question"].format(kind=kind, key=named),
-        answers=tuple(value for key in asked for value in by_key[key]),
+        answers=tuple(answers),
         answer_start=_TEXTS["answer_start"].format(kind=kind, key=named),
         max_new_tokens=LONGEST_ANSWER,
     )
 
 
-_OF_UUIDS = {"draw_values": draw_uuids, "kind": "uuid"}
 NEEDLE_TASKS = {
     "niah_single_1": partial(make_needles, haystack="noise"),
     "niah_single_2": make_needles,
-    "niah_single_3": partial(make_needles, **_OF_UUIDS),
+    "niah_single_3": partial(make_needles, draw_values=draw_uuids, kind="uuid"),
     "niah_multikey_1": partial(make_needles, num_keys=4),
     "niah_multikey_2": partial(make_needles, haystack="needles"),
-    "niah_multikey_3": partial(make_needles, haystack="needles", draw_keys=draw_uuids, **_OF_UUIDS),
+    "niah_multikey_3": partial(
+        make_needles, haystack="needles", draw_keys=draw_uuids, draw_values=draw_uuids, kind="uuid"
+    ),
     "niah_multivalue": partial(make_needles, num_values=4),
     "niah_multiquery": partial(make_needles, num_keys=4, num_asked=4),
 }

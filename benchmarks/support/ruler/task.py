@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 
+from apbv.errors import InvalidRequestError
+
 from ..arguments import read_toml
 
-TEXTS = read_toml(Path(__file__).with_name("texts.toml"))  # by kind of task
+# By kind of task.
+TEXTS = read_toml(Path(__file__).with_name("texts.toml"))
 Count = Callable[[str], int]
 
 
@@ -60,41 +62,60 @@ class Budget:
             fewest, most: limits of the number.
 
         Raises:
-            ValueError: not even the fewest fit.
+            InvalidRequestError: not even the fewest fit.
         """
-        low, below = fewest, self.count(make(fewest))  # fits
-        if below > self.tokens:
-            raise ValueError(
-                f"{what} does not fit into {self.tokens} tokens: it needs {below} at least"
+        # The largest number known to fit, and its tokens.
+        low = fewest
+        low_tokens = self.count(make(fewest))
+        if low_tokens > self.tokens:
+            raise InvalidRequestError(
+                f"{what} does not fit into {self.tokens} tokens: it needs {low_tokens} at least"
             )
-        high, above = most + 1, None  # does not fit, and has this many tokens
-        for turn in count():
-            if high - low <= 1:
-                return low
-            if above is not None:
-                per_unit = (above - below) / (high - low)
-            step = int((self.tokens - below) / max(per_unit, 1e-9))
-            if above is not None and turn % 3 == 2:  # units of very different lengths
+        # The smallest number that may not be, and its tokens where it was tried.
+        high = most + 1
+        high_tokens = None
+        turn = 0
+        while high - low > 1:
+            # Step to where the budget would be full if all units between had the same length.
+            if high_tokens is not None:
+                per_unit = (high_tokens - low_tokens) / (high - low)
+            step = int((self.tokens - low_tokens) / max(per_unit, 1e-9))
+            if high_tokens is not None and turn % 3 == 2:
+                # Halve now and then: lengths may be very different.
                 step = (high - low) // 2
-            tried = low + min(max(step, 1), high - low - 1)
-            num_tokens = self.count(make(tried))
+            number = low + min(max(step, 1), high - low - 1)
+            num_tokens = self.count(make(number))
             if num_tokens <= self.tokens:
-                low = tried
-                below = num_tokens
+                low = number
+                low_tokens = num_tokens
             else:
-                high = tried
-                above = num_tokens
+                high = number
+                high_tokens = num_tokens
+            turn += 1
+        return low
 
 
 def pad(text: Callable[[str], str], words: Sequence[str], budget: Budget) -> str:
-    """Return the text with as many of these words as fit, as a sentence that is cut short."""
-    left = budget.tokens - budget.count(text(""))
+    """Return a text with as many of some words as fit, as a sentence that is cut short.
+
+    Args:
+        text: returns the text with a sentence at its end; "" for none.
+        words: of the whole sentence.
+    """
+    tokens_left = budget.tokens - budget.count(text(""))
     number = len(words) - 1
-    while number > 0 and budget.count(f" {' '.join(words[:number])}.") > left:
+    # The sentence alone is soon counted. Together with the text it may still have more tokens.
+    while number > 0 and budget.count(f" {_cut_short(words, number)}") > tokens_left:
         number -= 1
-    while number > 0 and budget.count(text(f"{' '.join(words[:number])}.")) > budget.tokens:
+    while number > 0 and budget.count(text(_cut_short(words, number))) > budget.tokens:
         number -= 1
-    return text(f"{' '.join(words[:number])}." if number > 0 else "")
+    if number <= 0:
+        return text("")
+    return text(_cut_short(words, number))
+
+
+def _cut_short(words: Sequence[str], number: int) -> str:
+    return " ".join(words[:number]) + "."
 
 
 def distinct(rng: Random, number: int, letters: str, length: int) -> list[str]:
@@ -112,7 +133,8 @@ def draw_places(rng: Random, number: int, among: int) -> list[int]:
 
 def inserted(sentences: Sequence[str], needles: Sequence[str], places: Sequence[int]) -> list[str]:
     """Return sentences with needles before those numbered ``places``, which ascend."""
-    found = list(sentences)
+    result = list(sentences)
+    # From the last on, so that earlier places stay what they are.
     for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
-        found.insert(place, needle)
-    return found
+        result.insert(place, needle)
+    return result

@@ -2,16 +2,15 @@
 
 import re
 import uuid
-from itertools import count
 from pathlib import Path
 from random import Random
 
 # Adjectives and nouns, of which none is part of another; then the phrases of sentences (who, what,
 # where, when), without digits.
-_PARAGRAPHS = (
-    Path(__file__).with_name("words.txt").read_text(encoding="utf-8").strip().split("\n\n")
-)
-ADJECTIVES, NOUNS = (tuple(words.split()) for words in _PARAGRAPHS[:2])
+_TEXT = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
+_PARAGRAPHS = _TEXT.strip().split("\n\n")
+ADJECTIVES = tuple(_PARAGRAPHS[0].split())
+NOUNS = tuple(_PARAGRAPHS[1].split())
 SENTENCE_PARTS = [re.split(r",\s+", phrases) for phrases in _PARAGRAPHS[2:]]
 NOISE = (
     "The grass is green.",
@@ -24,23 +23,28 @@ NOISE = (
 
 def draw_sentence(rng: Random) -> str:
     """Draw a sentence of the haystack."""
-    return " ".join(map(rng.choice, SENTENCE_PARTS)) + "."
+    phrases = [rng.choice(part) for part in SENTENCE_PARTS]
+    return " ".join(phrases) + "."
 
 
 def draw_words(rng: Random, number: int) -> list[str]:
-    """Draw different words, such as "quiet-lantern"; where these do not suffice, with two
-    adjectives."""
-    for length in count(1):
-        size = len(ADJECTIVES) ** length * len(NOUNS)
-        if number <= size // 2:
-            break
-    return [_compound(index, length) for index in rng.sample(range(size), number)]
+    """Draw different words, such as "quiet-lantern".
+
+    They have more adjectives where those with one are not twice as many as are drawn.
+    """
+    num_adjectives = 1
+    num_words = len(ADJECTIVES) * len(NOUNS)
+    while num_words // 2 < number:
+        num_adjectives += 1
+        num_words *= len(ADJECTIVES)
+    return [_compound(index, num_adjectives) for index in rng.sample(range(num_words), number)]
 
 
-def _compound(index: int, length: int) -> str:
+def _compound(index: int, num_adjectives: int) -> str:
+    """Return the word with this number among all with as many adjectives."""
     index, noun = divmod(index, len(NOUNS))
     words = [NOUNS[noun]]
-    for _ in range(length):
+    for _ in range(num_adjectives):
         index, adjective = divmod(index, len(ADJECTIVES))
         words.insert(0, ADJECTIVES[adjective])
     return "-".join(words)

@@ -1,5 +1,4 @@
-"""Makes clips of a given size, length and keyframe distance, and reads them as other libraries
-do."""
+"""Makes clips of given size, length and keyframe distance, and reads them with other libraries."""
 
 import itertools
 import math
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+from apbv.errors import InvalidRequestError
 
 # isort: split
 import av
@@ -33,8 +33,8 @@ class ClipSpec:
             texture that moves smoothly.
 
     Raises:
-        ValueError: a frame cannot be cut into the planes of 4:2:0 video, or a length is not
-            positive.
+        InvalidRequestError: a frame cannot be cut into the planes of 4:2:0 video, or a length is
+            not positive.
     """
 
     height: int
@@ -46,7 +46,7 @@ class ClipSpec:
 
     def __post_init__(self):
         if self.height % 4 or self.width % 2 or self.num_frames < 1:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{self}: the height must be divisible by 4, the width by 2, and a frame is needed"
             )
 
@@ -55,7 +55,7 @@ def write_clip(spec: ClipSpec, path: Path) -> Path:
     """Write a clip, and return its path.
 
     Raises:
-        ValueError: the source cannot be read.
+        InvalidRequestError: the source cannot be read.
     """
     frames = _drawn_frames(spec) if spec.source is None else _frames_of_file(spec)
     x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes=3:log-level=0"
@@ -63,7 +63,7 @@ def write_clip(spec: ClipSpec, path: Path) -> Path:
     try:
         write_mp4(itertools.islice(frames, spec.num_frames), path, spec.fps, **options)
     except (av.error.FFmpegError, IndexError) as error:
-        raise ValueError(f"cannot make a clip of {spec.source}: {error}") from error
+        raise InvalidRequestError(f"cannot make a clip of {spec.source}: {error}") from error
     return path
 
 
@@ -79,8 +79,7 @@ def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:
 
 
 def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
-    """Yield frames of a camera that pans over a textured ground, past an object of its own motion,
-    with grain."""
+    """Yield frames of a camera that pans over a ground, past a moving object, with grain."""
     rng = np.random.default_rng(0)
     height = spec.height
     width = spec.width
@@ -90,18 +89,22 @@ def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
     grains = rng.integers(-3, 4, (_GRAINS, height, width), np.int8).view(np.uint8)
     for number in range(spec.num_frames):
         seconds = number / spec.fps
+        # The ground.
         y = _on_a_curve(seconds / 23, height)
         x = _on_a_curve(seconds / 17, width)
         luma = ground[y : y + height, x : x + width].copy()
+        # The object.
         top = _on_a_curve(seconds / 5, height * 3 // 4)
         left = _on_a_curve(seconds / 7, width * 3 // 4)
-        luma[top:, left:][: height // 4, : width // 4] = object_
-        # Wraps around nowhere: textures keep clear of 0 and 255.
+        luma[top : top + height // 4, left : left + width // 4] = object_
+        # The grain. It wraps around nowhere: textures keep clear of 0 and 255.
         luma += grains[rng.integers(_GRAINS)]
-        chroma = [
-            c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours
-        ]
-        yield av.VideoFrame.from_ndarray(np.concatenate([luma, *chroma]), format="yuv420p")
+        # Both colours, at half the resolution, as rows of the frame's width.
+        planes = [luma]
+        for colour in colours:
+            chroma = colour[y // 2 : y // 2 + height // 2, x // 2 : x // 2 + width // 2]
+            planes.append(chroma.reshape(-1, width))
+        yield av.VideoFrame.from_ndarray(np.concatenate(planes), format="yuv420p")
 
 
 def _on_a_curve(turns: float, extent: int) -> int:
@@ -114,9 +117,8 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     total = np.zeros((height, width), np.float32)
     for scale in (4, 16, 64):
         small = rng.uniform(-1, 1, (height // scale + 2, width // scale + 2)).astype(np.float32)
-        total += scale**0.5 * np.asarray(
-            Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-        )
+        large = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+        total += scale**0.5 * np.asarray(large)
     total -= total.min()
     return (32 + 192 * total / total.max()).astype(np.uint8)
 
@@ -129,8 +131,7 @@ Choose = Callable[[int], list[int]]
 
 
 def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
-    """Read as vLLM does by default: decode every frame up to the last that is wanted, convert those
-    that are."""
+    """Read as vLLM does by default: decode all up to the last chosen frame, convert chosen ones."""
     import cv2
 
     cv2.setNumThreads(threads)
@@ -138,17 +139,17 @@ def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
     try:
         count = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
         fps = video.get(cv2.CAP_PROP_FPS)
-        height, width = (
-            int(video.get(p)) for p in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH)
-        )
+        height = int(video.get(cv2.CAP_PROP_FRAME_HEIGHT))
+        width = int(video.get(cv2.CAP_PROP_FRAME_WIDTH))
         indices = choose(count)
         row = 0
         frames = np.empty((len(indices), height, width, 3), np.uint8)
         for number in range(indices[-1] + 1):
             if not video.grab():
-                raise ValueError(f"{path}: OpenCV does not read frame {number}")
+                raise InvalidRequestError(f"{path}: OpenCV does not read frame {number}")
             if number == indices[row]:
-                frames[row] = cv2.cvtColor(video.retrieve()[1], cv2.COLOR_BGR2RGB)
+                _, picture = video.retrieve()
+                frames[row] = cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
                 row += 1
     finally:
         video.release()
@@ -156,8 +157,7 @@ def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
 
 
 def read_with_decord2(path: str, threads: int, choose: Choose) -> Read:
-    """Read as qwen-vl-utils and transformers do with decord: by one call for all frames that are
-    wanted."""
+    """Read as qwen-vl-utils and transformers do with decord: by one call for all chosen frames."""
     import decord
 
     video = decord.VideoReader(path, num_threads=threads)
@@ -167,8 +167,7 @@ def read_with_decord2(path: str, threads: int, choose: Choose) -> Read:
 
 
 def read_with_torchcodec(path: str, threads: int, choose: Choose) -> Read:
-    """Read as vLLM and transformers do with torchcodec: by one call for all frames that are
-    wanted."""
+    """Read as vLLM and transformers do with torchcodec: by one call for all chosen frames."""
     from torchcodec.decoders import VideoDecoder
 
     video = VideoDecoder(
@@ -180,8 +179,7 @@ def read_with_torchcodec(path: str, threads: int, choose: Choose) -> Read:
 
 
 def read_with_pyav(path: str, threads: int, choose: Choose) -> Read:
-    """Read plainly: decode every frame up to the last that is wanted, and convert those that
-    are."""
+    """Read plainly: decode every frame up to the last chosen one, and convert chosen ones."""
     with av.open(path) as file:
         stream = file.streams.video[0]
         stream.codec_context.thread_count = threads
@@ -198,8 +196,15 @@ def read_with_pyav(path: str, threads: int, choose: Choose) -> Read:
 
 
 def _metadata(frames: np.ndarray, count: int, fps: float, indices: list[int]) -> VideoMetadata:
-    size = {"height": frames.shape[1], "width": frames.shape[2]}
-    return VideoMetadata(count, fps, **size, duration=count / fps, frames_indices=indices)
+    _, height, width, _ = frames.shape
+    return VideoMetadata(
+        count,
+        fps,
+        width=width,
+        height=height,
+        duration=count / fps,
+        frames_indices=indices,
+    )
 
 
 READERS = {
@@ -208,5 +213,5 @@ READERS = {
     "torchcodec": read_with_torchcodec,
     "pyav": read_with_pyav,
 }
-# As which they are installed, where that differs.
+# The names of the packages with the readers, where they differ.
 PACKAGES = {"opencv": "opencv-python-headless", "pyav": "av"}

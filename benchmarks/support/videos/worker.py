@@ -80,7 +80,9 @@ class Job:
         if self.sampling == "sparse":
             return sample_uniform(num_frames, self.num_frames)
         count = min(num_frames, self.num_frames)
-        return list(range((num_frames - count) // 2, (num_frames + count) // 2))
+        first = (num_frames - count) // 2
+        stop = (num_frames + count) // 2
+        return list(range(first, stop))
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,9 @@ def in_processes_of_their_own(count: int, function: Callable[..., Result], *args
     context.set_forkserver_preload(["apbv.engine"])
     with ProcessPoolExecutor(count, context) as pool:
         try:
-            return [
-                future.result()
-                for future in [pool.submit(function, rank, *args) for rank in range(count)]
-            ]
+            # All are started before the first is waited for.
+            futures = [pool.submit(function, rank, *args) for rank in range(count)]
+            return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise ValueError(
                 "a process was killed, perhaps because the memory did not suffice"
@@ -155,29 +156,35 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
     hosts = _join(rank, job.hosts, rendezvous)
     try:
         if hosts.device.type == "cpu":
-            keep_freed_memory()  # as launch/infer.py does; here for every way
+            # As launch/infer.py does; here for every way.
+            keep_freed_memory()
         if job.way in READERS:
-
-            def run(clip: Path) -> Outcome:
-                return Outcome(
-                    torch.from_numpy(
-                        READERS[job.way](str(clip), job.settings.threads, job.choose)[0]
-                    )
-                )
-
+            run = partial(_read_only, job)
         else:
             run = ROADS[job.way](job, hosts).run
         with hosts.collective_stage("measuring"), torch.no_grad():
+            # Warm up.
             run(job.settings.warm_up)
             return_freed_memory()
             hosts.barrier()
-            measured, outcome = _measure(hosts, lambda: run(job.settings.clip))
+            # Measure.
+            measured, outcome = _measure(hosts, run, job.settings.clip)
+            # Save.
             if kept is not None:
                 values = outcome.values.cpu()
-                np.save(kept, values if job.stage == "frames" else values.float())
+                if job.stage != "frames":
+                    values = values.float()
+                np.save(kept, values)
         return measured
     finally:
         hosts.close()
+
+
+def _read_only(job: Job, clip: Path) -> Outcome:
+    """Read a clip's frames with the library of the job's way."""
+    read = READERS[job.way]
+    frames, _ = read(str(clip), job.settings.threads, job.choose)
+    return Outcome(torch.from_numpy(frames))
 
 
 def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
@@ -188,48 +195,64 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
     return HostGroup.from_process_group(dist.group.WORLD, timeout=_SECONDS_TO_WAIT, owns_group=True)
 
 
-def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Outcome]:
+def _measure(
+    hosts: HostGroup, run: Callable[[Path], Outcome], clip: Path
+) -> tuple[Measured, Outcome]:
+    """Run a stage on a clip once; return this host's measurement, and what came out."""
     reset_peak_memory(hosts.device)
     cpu_began = time.process_time()
     began = time.perf_counter()
-    outcome = run()
+    outcome = run(clip)
     synchronize(hosts.device)
     seconds = time.perf_counter() - began
     cpu_seconds = time.process_time() - cpu_began
-    peak = peak_memory_bytes(hosts.device)
-    stage_seconds = {}
-    for name, stage_began, ended in () if outcome.timer is None else outcome.timer.runs():
-        stage_seconds[name] = stage_seconds.get(name, 0.0) + ended - stage_began
-    figures = Measured(seconds, cpu_seconds, peak, stage_seconds, outcome.num_visual_tokens)
-    return figures, outcome
+    peak_bytes = peak_memory_bytes(hosts.device)
+
+    stage_seconds: dict[str, float] = {}
+    if outcome.timer is not None:
+        for name, stage_began, stage_ended in outcome.timer.runs():
+            before = stage_seconds.get(name, 0.0)
+            stage_seconds[name] = before + stage_ended - stage_began
+    measured = Measured(seconds, cpu_seconds, peak_bytes, stage_seconds, outcome.num_visual_tokens)
+    return measured, outcome
 
 
 class Model:
-    """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its
-    processor."""
+    """A model with random weights that both ways share, and its processor.
+
+    It is narrow, and of Qwen2.5-VL's layout.
+    """
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job = job
         self._hosts = hosts
-        chosen = job.settings
+        settings = job.settings
+
+        # The processor.
         self._processor = AutoProcessor.from_pretrained(demo.model_path(), trust_remote_code=False)
         self._processor.video_processor.size = SizeDict(
-            shortest_edge=56 * 56, longest_edge=chosen.max_pixels
+            shortest_edge=56 * 56, longest_edge=settings.max_pixels
         )
-        depth = chosen.vision_depth
-        hidden = chosen.vision_hidden
-        whole_frames = list(range(min(8, depth) - 1, depth, 8))
-        vision = {"depth": depth, "hidden_size": hidden, "fullatt_block_indexes": whole_frames}
-        vision["intermediate_size"] = hidden * 3420 // 1280
+
+        # The model. As in Qwen2.5-VL, every eighth layer attends to whole frames.
+        depth = settings.vision_depth
+        hidden = settings.vision_hidden
+        vision = {
+            "depth": depth,
+            "hidden_size": hidden,
+            "fullatt_block_indexes": list(range(min(8, depth) - 1, depth, 8)),
+            "intermediate_size": hidden * 3420 // 1280,
+        }
         config = config_like("qwen2.5-vl-narrow", vision=vision)
-        tokens = read_config(demo.model_path())
+        demo_config = read_config(demo.model_path())
         for name in _TOKENS:
-            setattr(config, name, getattr(tokens, name))
-        self._model = build_model(config, getattr(torch, chosen.dtype), hosts.device)
+            setattr(config, name, getattr(demo_config, name))
+        self._model = build_model(config, getattr(torch, settings.dtype), hosts.device)
 
     def run(self, clip: Path) -> Outcome:
-        """Run the job's stage on a clip."""
-        return getattr(self, f"_{self._job.stage}")(str(clip), StageTimer(self._hosts))
+        """Run the job's stage on a clip, by the method that is named after it."""
+        run_stage = getattr(self, f"_{self._job.stage}")
+        return run_stage(str(clip), StageTimer(self._hosts))
 
 
 class Transformers(Model):
@@ -241,30 +264,31 @@ class Transformers(Model):
             batch = batch.to(self._hosts.device)
             pixels = batch["pixel_values_videos"]
             grid = batch["video_grid_thw"]
-            found = self._model.model.get_video_features(pixels, grid, return_dict=True)
-            rows = torch.cat([*found.pooler_output])
+            features = self._model.model.get_video_features(pixels, grid, return_dict=True)
+            rows = torch.cat(list(features.pooler_output))
         return self._outcome(rows, batch, timer)
 
     def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
         batch = self._batch(clip, timer).to(self._hosts.device)
-        with timer.stage("prefill"):  # the vision tower included
-            logits = self._model(**batch, use_cache=True, logits_to_keep=1).logits[:, -1]
+        # This stage includes the vision tower.
+        with timer.stage("prefill"):
+            outputs = self._model(**batch, use_cache=True, logits_to_keep=1)
+            logits = outputs.logits[:, -1]
         return self._outcome(logits, batch, timer)
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
+        """Return the processor's tensors of the question about a clip."""
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader](
-                clip, self._job.settings.threads, self._job.choose
-            )
+            read = READERS[self._job.reader]
+            frames, metadata = read(clip, self._job.settings.threads, self._job.choose)
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
+            text = self._processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
             return self._processor(
-                text=[
-                    self._processor.apply_chat_template(
-                        messages, add_generation_prompt=True, tokenize=False
-                    )
-                ],
+                text=[text],
                 videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
                 video_metadata=[metadata],
                 do_sample_frames=False,
@@ -272,17 +296,18 @@ class Transformers(Model):
             )
 
     def _outcome(self, values: torch.Tensor, batch, timer: StageTimer) -> Outcome:
-        num_visual_tokens = int((batch["input_ids"] == self._model.config.video_token_id).sum())
-        return Outcome(values, num_visual_tokens, timer)
+        is_visual = batch["input_ids"] == self._model.config.video_token_id
+        return Outcome(values, int(is_visual.sum()), timer)
 
 
 class Apbv(Model):
-    """An Apbv goes the road that a request to an engine goes, as far as the stage is."""
+    """Does what an engine does with a request, up to the end of the stage."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         super().__init__(job, hosts)
         config = PrefillConfig(video=VideoConfig(threads=job.settings.threads))
-        self._config, self._parts = config, inspect_model(self._model, config.backend)
+        self._config = config
+        self._parts = inspect_model(self._model, config.backend)
         self._engine = Engine(self._model, self._processor, hosts, config)
         reader = PromptReader(self._parts, self._processor, job.num_frames, config)
         self._prefiller = Prefiller(reader, hosts, config)
@@ -290,22 +315,23 @@ class Apbv(Model):
     def _frames(self, clip: str, timer: StageTimer) -> Outcome:
         with timer.stage("decode_video"):
             info = probe(clip)
-            frames = read_frames(
-                info, self._job.choose(info.num_frames), self._job.settings.threads
-            )
+            indices = self._job.choose(info.num_frames)
+            frames = read_frames(info, indices, self._job.settings.threads)
         return Outcome(torch.from_numpy(frames), timer=timer)
 
     def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
         inputs = self._read(clip, timer)
-        parts = self._parts
-        hosts = self._hosts
         layout = METHODS["apbv"].plan(
-            hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, self._config
+            self._hosts.size,
+            inputs.num_tokens,
+            inputs.context_start,
+            inputs.query_start,
+            self._config,
         )
-        source = partial(tower_rows, parts, inputs.visual, timer)
-        local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
-
-        (rows,) = local.streams  # a model with deepstack has more
+        source = partial(tower_rows, self._parts, inputs.visual, timer)
+        local = encode_and_exchange(self._parts, inputs, source, layout, self._hosts, timer)
+        # A model with deepstack, which this is not, has more streams.
+        (rows,) = local.streams
         return Outcome(rows, inputs.num_visual_tokens, timer)
 
     def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
