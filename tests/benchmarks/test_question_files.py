@@ -64,7 +64,7 @@ def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, sh
 def test_a_wrong_file_is_refused_with_the_place(tmp_path, capsys, line, message):
     (tmp_path / "questions.jsonl").write_text(line)
     assert (
-        questions.main(["--model", "demo", "--questions", str(tmp_path / "questions.jsonl")]) == 1
+        questions.main(["--model", "demo", "--questions", str(tmp_path / "questions.jsonl")]) == 65
     )
     assert message in capsys.readouterr().err
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, ca
     results = tmp_path / "r.jsonl"
     (folder / "clip-0.mp4").write_bytes(b"no video")
     (folder / "clip-1.mp4").unlink()
-    assert run(folder, "--json", results) == 1
+    assert run(folder, "--json", results) == 65
     assert "1 files are missing" in capsys.readouterr().err and not results.exists()
     records = ask(folder, results, "--allow-missing", "--hosts", 2, status=1)
     assert (
@@ -183,9 +183,9 @@ def test_shards_share_no_video(clips, tmp_path, monkeypatch):
 def test_files_of_others_are_not_written_to(clips, tmp_path, capsys):
     for text in ('{"some": "json"}\n', "notes", "no\ntes\n"):
         (tmp_path / "r.jsonl").write_text(text)
-        assert run(clips, "--json", tmp_path / "r.jsonl") == 1
+        assert run(clips, "--json", tmp_path / "r.jsonl") == 65
         assert "r.jsonl" in capsys.readouterr().err and (tmp_path / "r.jsonl").read_text() == text
-    assert questions.main(["--table", str(tmp_path / "nowhere")]) == 1
+    assert questions.main(["--table", str(tmp_path / "nowhere")]) == 65
     assert "cannot read the records" in capsys.readouterr().err
 
 

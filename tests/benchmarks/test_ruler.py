@@ -430,9 +430,11 @@ def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
-    assert ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--samples", "1"]) == 1
+    assert (
+        ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--samples", "1"]) == 65
+    )
     assert "does not fit into 64 tokens" in capsys.readouterr().err
     assert (
-        ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--processes", "2"]) == 1
+        ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--processes", "2"]) == 65
     )
     assert capsys.readouterr().err.count("does not fit into 64 tokens") == 1

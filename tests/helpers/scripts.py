@@ -18,6 +18,8 @@ import torch.distributed as dist
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
+from apbv.errors import ApbvError
+
 from patience import limit
 from pool import exit_statuses, start
 
@@ -168,7 +170,7 @@ def validator_of(name: str | None, file: str = "benchmarks.json") -> Validator:
 def assert_one_line_error(name: str, options: list, message: str, capsys) -> None:
     """The script fails, and says so in one line; called in this process, which is quicker."""
     status = importlib.import_module(name).main([str(option) for option in options])
-    assert status == 1
+    assert status in {kind.exit_status for kind in ApbvError.__subclasses__()}
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1 and message in lines[0]
 
