@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .decode.answer import FinishReason
 from .input.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
 
@@ -27,7 +28,7 @@ class GenerateResult:
     text: str
     token_ids: list[int]
     stats: dict[str, Any]
-    finish_reason: str
+    finish_reason: FinishReason
     videos: tuple[SampledVideo, ...] = ()
     logprobs: Sequence[TokenLogprobs] = ()
 

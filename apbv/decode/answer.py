@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..prefilling.result import PrefillResult
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
 
+FinishReason = Literal["stop", "length"]
 NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no token
 
 
@@ -221,7 +223,7 @@ class Answer:
 
 def finish_reason(
     tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
-) -> str:
+) -> FinishReason:
     """Return why an answer ended: ``"length"`` at ``max_new_tokens``, else ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"

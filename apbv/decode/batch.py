@@ -17,7 +17,7 @@ from ..device_copy import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
-from .answer import NO_TOKEN, Answer, finish_reason
+from .answer import NO_TOKEN, Answer, FinishReason, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
 
@@ -35,7 +35,7 @@ class Member:
 
     def __init__(self, answer: Answer):
         self.tokens = answer.tokens
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.answer: Answer | None = answer
         self.kv: OwnKV | None = None

@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from ..decode.answer import FinishReason
 from ..decode.text import AnswerText
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Piece
 from .output import AnswerOutput
-from .requests import FinishReason
 from .work_order import WorkOrder
 
 

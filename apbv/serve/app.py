@@ -5,7 +5,7 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -253,7 +253,7 @@ class _Endpoints:
             self._scheduler.cancel(job)
         jobs[0].send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
-    async def _events(self, jobs: list[Job], watch: asyncio.Task) -> AsyncIterator[Event]:
+    async def _events(self, jobs: list[Job], watch: asyncio.Task) -> AsyncGenerator[Event]:
         """Yield the pieces of a request's jobs, and the last one's end, or a failure.
 
         Closing the iterator cancels the jobs.

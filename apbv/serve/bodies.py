@@ -86,7 +86,7 @@ class Bodies:
         # Each body counts this much more than its data, so that there are never more than _MOST.
         extra_bytes = most_bytes // _MOST
         while sum(len(body.data) + extra_bytes for body in self._half_read.values()) > most_bytes:
-            bytes_of_clients = Counter()
+            bytes_of_clients: Counter[str] = Counter()
             for body in self._half_read.values():
                 bytes_of_clients[body.client] += len(body.data) + extra_bytes
             greediest, _ = bytes_of_clients.most_common(1)[0]

@@ -134,7 +134,8 @@ class HttpProtocol(H11Protocol):
         else:
             self.conn = _OneLength(h11.SERVER, max_incomplete_event_size=max_bytes)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    # As uvicorn declares it.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._connections.open(self):
             transport.write(_BUSY)

@@ -109,7 +109,9 @@ def _end_of_string(body: bytes | bytearray, start: int) -> int:
     """
     position = start
     while position < len(body):
-        end = _IN_STRING.match(body, position, position + _PIECE).end()
+        match = _IN_STRING.match(body, position, position + _PIECE)
+        assert match is not None, "the pattern matches the empty string"
+        end = match.end()
         if body[end : end + 1] == b'"':
             return end + 1
         if end == position:  # a backslash that nothing follows

@@ -18,8 +18,8 @@ from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
 from ..speculate.decode_loops import PrefilledRequest
-from .decode_thread import DecodeThread
-from .links import Link, Links, RemoteOutput
+from .decode_thread import Arrival, DecodeThread
+from .links import Link, RemoteOutput
 from .local_prefill import LocalPrefillPool
 from .media import PrivateFiles, find_in_folder
 from .output import Failure, failure_unless_cancelled
@@ -67,14 +67,11 @@ class Executor:
         engine: answers them.
         hosts: all hosts, a draft host included.
         offers: this process's exported KV; None if KV transfer is off.
-        link: this host's connections to the others, from :func:`~.links.connect_hosts`; None if no
-            other host than host 0 decodes alone.
     """
 
     engine: Engine
     hosts: HostGroup
     offers: Offers | None = None
-    link: Links | Link | None = None
 
     def carry_out(
         self,
@@ -116,6 +113,7 @@ class Executor:
         Raises:
             StorageError: a host has no room for the KV.
         """
+        assert self.offers is not None, "host 0 refuses hand-overs where KV transfer is off"
         token = self._first_token(request, state)
         ticket = state.offer(self.offers)
         return None if ticket is None else OfferedKV(token, ticket)
@@ -164,7 +162,11 @@ def require_decoding(hosts: HostGroup, decoding: DecodeThread | None) -> None:
 
 
 def follow(
-    executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event
+    executor: Executor,
+    folder: Path | None,
+    private_files: PrivateFiles,
+    wants_to_stop: Event,
+    link: Link | None = None,
 ) -> None:
     """Carry out host 0's commands until shutdown; runs on every other host.
 
@@ -172,22 +174,23 @@ def follow(
         folder: the folder that files are read from, as on host 0.
         private_files: storage for files whose bytes are sent.
         wants_to_stop: set when this process was asked to end; host 0 decides.
+        link: this host's connection to host 0; None if only host 0 decodes alone.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
-    link = executor.link
-    decoding = None if link is None else DecodeThread(executor.engine, link.flush)
-    local_prefills = LocalPrefillPool(executor.engine, decoding)
+    decoding = None if link is None else _Decoding(executor.engine, link)
+    thread = None if decoding is None else decoding.thread
+    local_prefills = LocalPrefillPool(executor.engine, thread)
     follower = _Follower(executor, decoding, local_prefills, folder, private_files)
     with ExitStack() as stack:
-        if decoding is not None:
-            stack.enter_context(decoding)
+        if thread is not None:
+            stack.enter_context(thread)
         stack.enter_context(local_prefills)
         if link is not None:
             link.listen(follower.prefill_alone)
         while True:
-            require_decoding(executor.hosts, decoding)
+            require_decoding(executor.hosts, thread)
             command, _ = exchange_commands(executor.hosts, Command.WAIT, wants_to_stop.is_set())
             follower.report_failures()
             if command == Command.LEAVE:
@@ -196,11 +199,35 @@ def follow(
                 follower.carry_out()
 
 
+class _Decoding:
+    """The answers that a host other than host 0 decodes.
+
+    Args:
+        link: this host's connection to host 0.
+
+    Attributes:
+        thread: decodes them.
+    """
+
+    def __init__(self, engine: Engine, link: Link):
+        self._link = link
+        self.thread = DecodeThread(engine, link.flush)
+
+    def add(self, order: WorkOrder, arrival: Arrival) -> None:
+        """Decode the answers of an order, or report that it failed."""
+        self.thread.add(self.output(order), order, arrival)
+
+    def output(self, order: WorkOrder) -> RemoteOutput:
+        """Return a new output for an order's answers."""
+        assert order.number is not None, "host 0 numbers the orders of other decode hosts"
+        return RemoteOutput(self._link, order.number, order.request_id)
+
+
 class _Follower:
     """Carries out host 0's orders on another host.
 
     Args:
-        decoding: decodes the answers of this host; None: all hosts decode together.
+        decoding: the answers of this host; None: all hosts decode together.
         local_prefills: prefills short prompts on this host alone.
         folder: the folder that files are read from.
         private_files: storage for files whose bytes are sent.
@@ -209,7 +236,7 @@ class _Follower:
     def __init__(
         self,
         executor: Executor,
-        decoding: DecodeThread | None,
+        decoding: _Decoding | None,
         local_prefills: LocalPrefillPool,
         folder: Path | None,
         private_files: PrivateFiles,
@@ -227,7 +254,7 @@ class _Follower:
         Args:
             sent_files: the bytes of the files that host 0 sends.
         """
-        output = RemoteOutput(self._executor.link, order.number, order.request_id)
+        output = self._own_decoding.output(order)
         self._local_prefills.prefill(order, output, self._opened(order, sent_files))
 
     def carry_out(self) -> None:
@@ -246,8 +273,7 @@ class _Follower:
             self._failures.append((order, failure))
             return
         if isinstance(result, PrefilledRequest) and order.decode_host == hosts.rank:
-            output = RemoteOutput(executor.link, order.number, order.request_id)
-            self._decoding.add(output, order, result)
+            self._own_decoding.add(order, result)
 
     def report_failures(self) -> None:
         """Report the orders that failed here before host 0's latest command.
@@ -257,9 +283,14 @@ class _Follower:
         for order, failure in self._failures:
             # Of others host 0 tells the client.
             if order.number is not None and order.decode_host == self._executor.hosts.rank:
-                output = RemoteOutput(self._executor.link, order.number, order.request_id)
-                self._decoding.add(output, order, failure)
+                self._own_decoding.add(order, failure)
         self._failures.clear()
+
+    @property
+    def _own_decoding(self) -> _Decoding:
+        """The answers that this host decodes, where it is a request's decode host."""
+        assert self._decoding is not None, "a decode host is connected to host 0"
+        return self._decoding
 
     @contextmanager
     def _opened(self, order: WorkOrder, sent_files: Iterator[bytes]) -> Iterator[list[Path]]:

@@ -7,8 +7,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..decode.answer import FinishReason
 from .request_reader import ReadyRequest
-from .requests import ApiError, FinishReason
+from .requests import ApiError
 
 # The moments of a record that bound a duration.
 DURATIONS = {
@@ -130,7 +131,6 @@ class Job:
         is_cancelled: whether its client has disconnected.
         has_ended: whether its last event was sent.
         files: closes its files.
-        read: the request as read; None until it is ready.
         kv_bytes: maximum size of its KV, of prompt and answers.
         is_short: whether its decode host prefills its prompt without the other hosts.
         decode_host: once it runs, the host that decodes its answers and holds this KV; None: every
@@ -148,10 +148,25 @@ class Job:
         self.is_cancelled = False
         self.has_ended = False
         self.files = ExitStack()
-        self.read: ReadyRequest | None = None
+        self._read: ReadyRequest | None = None
         self.kv_bytes = 0
         self.is_short = False
         self.decode_host: int | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its body and files were read."""
+        return self._read is not None
+
+    @property
+    def read(self) -> ReadyRequest:
+        """The request as read, once it was."""
+        assert self._read is not None, "the request has not been read yet"
+        return self._read
+
+    @read.setter
+    def read(self, read: ReadyRequest) -> None:
+        self._read = read
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""

@@ -38,21 +38,35 @@ from .work_order import WorkOrder
 _SECONDS = 30.0  # for a connection between hosts
 
 
-def connect_hosts(hosts: HostGroup, stack: ExitStack) -> "Links | Link":
-    """Connect every other host with host 0, until the stack ends; collective.
+def connect_to_hosts(hosts: HostGroup, stack: ExitStack) -> "Links":
+    """Connect host 0 with every other host, until the stack ends.
+
+    Collective with the others' :func:`connect_to_leader`.
 
     Raises:
-        OSError: this host cannot listen, or not reach host 0.
-        HostError: another host cannot.
+        OSError: this host cannot listen.
+        HostError: another host cannot reach this one.
     """
-    links = None
     with hosts.local_stage("listening to the other hosts"):
-        if hosts.is_leader:
-            links = stack.enter_context(closing(Links()))
-    greeting = hosts.broadcast_bytes(None if links is None else links.greeting)
+        links = stack.enter_context(closing(Links()))
+    hosts.broadcast_bytes(links.greeting)
     with hosts.local_stage("connecting to host 0"):
-        if links is not None:
-            return links
+        return links
+
+
+def connect_to_leader(hosts: HostGroup, stack: ExitStack) -> "Link":
+    """Connect this host with host 0, until the stack ends.
+
+    Collective with host 0's :func:`connect_to_hosts`, and with this function on the others.
+
+    Raises:
+        OSError: this host cannot reach host 0.
+        HostError: another host cannot listen, or not reach host 0.
+    """
+    with hosts.local_stage("listening to the other hosts"):
+        pass  # only host 0 does
+    greeting = hosts.broadcast_bytes(None)
+    with hosts.local_stage("connecting to host 0"):
         return stack.enter_context(closing(Link(greeting, hosts.rank)))
 
 
@@ -102,7 +116,7 @@ class Links:
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:
         """Pass another host's messages on to the outputs, and answer with what is not wanted."""
         lines = sock.makefile("rb")
-        reason = "it was closed"
+        reason: str | Exception = "it was closed"
         if not hmac.compare_digest(lines.read(len(self._secret)), self._secret):
             return
         trust()

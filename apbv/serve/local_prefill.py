@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..engine import Engine
 from ..input.tokenized_prompt import TokenizedPrompt
-from .decode_thread import DecodeThread
+from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder
 
@@ -96,27 +96,30 @@ class LocalPrefillPool:
             files: provides this host's paths of the order's files.
             prompt: the part of the question that this host has already read.
         """
+        lane = self._file_lane if order.files else self._text_lane
+        decoding = self._decoding
+        assert lane is not None, "this host prefills nothing alone"
+        assert decoding is not None, "this host decodes nothing alone"
+        engine = lane.engine
+        # Texts do not wait for files.
+        precedence: AbstractContextManager[None] = nullcontext()
         if order.files:
-            engine, pool = self._file_lane
-            # Texts do not wait for files.
             precedence = self.giving_way()
-        else:
-            engine, pool = self._text_lane
-            precedence = nullcontext()
 
         def run() -> None:
             began = time.thread_time()
+            done: Arrival
             try:
                 with files as paths, precedence, engine.hosts.on_device():
                     request = order.request(engine.hosts, paths, prompt)
                     done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
             except Exception as error:
                 done = failure_unless_cancelled(error, output.request_id)
-            self._decoding.add(output, order, done)
+            decoding.add(output, order, done)
             del done  # its KV is not needed here
             spent = time.thread_time() - began
             with self._changed:
                 rest = min(_REST * spent, max(_LONG_REST, _SHORTEST_REST * spent))
                 self._changed.wait_for(lambda: not self._num_long, rest)
 
-        pool.submit(run)
+        lane.pool.submit(run)

@@ -183,6 +183,7 @@ def open_media(
     else:
         name = _path_of(url) if scheme else url
         path = find_in_folder(settings.media_dir, name)
+        assert settings.media_dir is not None, "a file was found in it"
         relative = path.relative_to(settings.media_dir.resolve())
         yield Media(name, str(relative), path)
 
@@ -317,7 +318,7 @@ def _connected(
         port = 443 if is_secure else 80
     addresses = []
     for *_, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        addresses.append(socket_address[0])
+        addresses.append(str(socket_address[0]))
     # Who lists a name for this machine, or an address, knows what it means.
     is_named_itself = host in ("localhost", *addresses)
     if not is_named_itself and not all(is_public(address) for address in addresses):
@@ -331,6 +332,7 @@ def _connected(
     # A timeout of the socket would begin anew with every byte.
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
     timer.start()
+    connection: http.client.HTTPConnection
     try:
         if is_secure:
             sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)

@@ -113,7 +113,9 @@ class Metrics:
 
     def total(self, name: str) -> float:
         """Return a counter's value, by its name without the prefix."""
-        return self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
+        value = self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
+        assert value is not None, f"there is no counter {name}"
+        return value
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a histogram's observations; None: there are none.
@@ -124,7 +126,9 @@ class Metrics:
         labels = {"model_name": self.model}
         total = self._registry.get_sample_value(f"apbv:{name}_sum", labels)
         count = self._registry.get_sample_value(f"apbv:{name}_count", labels)
-        return total / count if count else None
+        if total is None or not count:
+            return None
+        return total / count
 
     def render(self) -> bytes:
         """Render the metrics in Prometheus' text format."""

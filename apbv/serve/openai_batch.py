@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from starlette.types import Message
+
 from ..errors import ApbvError, StorageError
 from .app import build_app
 from .batch_files import Answers, Requests
@@ -261,12 +263,12 @@ class Batch:
         body_messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
         reply_messages = []
 
-        async def receive() -> dict[str, Any]:
+        async def receive() -> Message:
             if body_messages:
                 return body_messages.pop()
             return await asyncio.Future()  # the client stays
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: Message) -> None:
             reply_messages.append(message)
 
         try:
@@ -323,6 +325,7 @@ def _reason(
     """
     if error is not None:
         return in_one_line(error["message"])
+    assert custom_id is not None and response is not None, "a request was answered"
     api_error = response["body"]["error"]
     reason = reason_in_one_line(api_error["message"], api_error["param"])
     return f"{in_one_line(custom_id)}: {response['status_code']}, {reason}"

@@ -3,6 +3,7 @@ them."""
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,8 +107,8 @@ class JobOutput:
         # Of each answer: its number of tokens, and since when.
         self._newest: dict[int, tuple[int, float]] = {}
         self._num_finished = 0
-        self.kv_params = None
-        self.on_release = lambda: None
+        self.kv_params: dict[str, Any] | None = None
+        self.on_release: Callable[[], object] = lambda: None
 
     @property
     def is_cancelled(self) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from .job import Event, Finished, Job, Piece
@@ -32,14 +32,15 @@ class Replies:
         self._num_sent = 0
         self._may_call = request.may_call
         self._parsers: dict[int, ToolCallParser] = {}  # of each answer that may call tools
-        self._num_chars = Counter()  # of each answer's tokens so far
+        self._num_chars: Counter[int] = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
         """Wait for a job's last event, and return the reply.
 
         Raises ApiError if that is an error.
         """
-        pieces = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}
+        num_choices = len(self._jobs) * self._num_answers
+        pieces: dict[int, list[Piece]] = {choice: [] for choice in range(num_choices)}
         event = first
         while isinstance(event, Piece):
             pieces[event.choice].append(event)
@@ -51,12 +52,12 @@ class Replies:
             answer = _joined(of_answer)
             text, calls = self._parsed(answer)
             if self._is_chat:
-                message = {"role": "assistant", "content": text}
+                message: dict[str, Any] = {"role": "assistant", "content": text}
                 if calls:
                     message["content"] = text or None
                     message["tool_calls"] = calls
                 message["refusal"] = None
-                body = {"message": message}
+                body: dict[str, Any] = {"message": message}
             else:
                 body = {"text": text}
             choices.append(self._choice(body, answer))
@@ -66,7 +67,7 @@ class Replies:
             reply["kv_transfer_params"] = event.kv_transfer_params
         return self._with_prompt(reply)
 
-    async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    async def stream(self, first: Event, events: AsyncGenerator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first is sent as another event."""
         try:
             event = first
@@ -147,7 +148,7 @@ class Replies:
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
         """Return a choice of a reply: its text, or what is new of it, and why it ends here."""
-        reason = piece.reason
+        reason: str | None = piece.reason
         parser = self._parsers.get(piece.choice)
         if reason == "stop" and parser is not None and parser.num_calls:
             reason = "tool_calls"
@@ -180,7 +181,7 @@ class Replies:
         }
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
-        prompt = sum(job.read.num_tokens for job in self._jobs if job.read is not None)
+        prompt = sum(job.read.num_tokens for job in self._jobs if job.is_read)
         total = prompt + num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": total}
 

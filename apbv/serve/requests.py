@@ -12,10 +12,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import TypeIs
 
 from ..config import MAX_FPS
 from ..input.content import (
@@ -77,7 +78,6 @@ _LogitBias = Annotated[
 ]
 _NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _Body = TypeVar("_Body", bound="_Strict")
-FinishReason = Literal["stop", "length"]
 
 _logger = logging.getLogger("apbv.serve.fields")
 
@@ -333,7 +333,7 @@ class Message(_Strict):
             return [self.content]
         if self.content is None:
             return []
-        return [part.text for part in self.content if part.type == "text"]
+        return [part.text or "" for part in self.content if part.type == "text"]
 
     @property
     def rest(self) -> dict[str, Any]:
@@ -389,11 +389,6 @@ class GenerationRequest(_Strict):
             default.
         prompt_field: the field with the prompt.
         id_prefix: prefix of the answers' ids.
-        may_call: whether calls of tools are looked for in the answer.
-        makes_one_call: whether it has one call at most.
-        functions: the functions that may be called.
-        must_call: whether the answer has to consist of calls.
-        continued_texts: the texts of the message that the answer continues, if it continues one.
         kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another
             server, and this one answers with a single token.
     """
@@ -401,11 +396,6 @@ class GenerationRequest(_Strict):
     default_limit: ClassVar[int | None] = None
     prompt_field: ClassVar[str]
     id_prefix: ClassVar[str]
-    may_call: ClassVar[bool] = False
-    makes_one_call: ClassVar[bool] = False
-    functions: ClassVar[list[dict[str, Any]]] = []
-    must_call: ClassVar[bool] = False
-    continued_texts: ClassVar[list[str]] = []
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -511,7 +501,37 @@ class GenerationRequest(_Strict):
         """Number of answers requested from this server."""
         return self.n or 1
 
-    def split(self) -> list["GenerationRequest"]:
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most probable tokens to return with every token; None: no log probabilities."""
+        return None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are looked for in the answer."""
+        return False
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to consist of calls."""
+        return False
+
+    @property
+    def makes_one_call(self) -> bool:
+        """Whether the answer has one call at most."""
+        return False
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that the answer may call."""
+        return []
+
+    @property
+    def continued_texts(self) -> list[str]:
+        """The texts of the message that the answer continues, if it continues one."""
+        return []
+
+    def split(self) -> list[Self]:
         """Return a request for each prompt."""
         return [self]
 
@@ -653,6 +673,11 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         return self.top_logprobs or 0
 
 
+def _are_token_ids(prompt: list[int] | list[str] | list[list[int]]) -> TypeIs[list[int]]:
+    """Return whether a list is one prompt, and not several."""
+    return not prompt or isinstance(prompt[0], int)
+
+
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions, about text only.
 
@@ -693,12 +718,13 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, also where there is only one."""
-        is_text = isinstance(self.prompt, str)
-        if is_text or not self.prompt or isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if _are_token_ids(self.prompt):
             return [self.prompt]
         return self.prompt
 
-    def split(self) -> list["CompletionRequest"]:
+    def split(self) -> list[Self]:
         """Return a request for each prompt."""
         return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompts]
 

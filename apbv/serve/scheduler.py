@@ -72,7 +72,11 @@ class Limits:
         Raises:
             ApiError: with status 400 if the request's answers can never run at once.
         """
-        answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
+        answer = 0
+        if not order.hands_over:
+            max_new_tokens = order.sampling.max_new_tokens
+            assert max_new_tokens is not None, "the reader sets the limit of every order"
+            answer = max_new_tokens + self.spare_tokens
         count = order.num_answers
         num_bytes = count * (num_tokens + answer) * self.token_bytes
         most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
@@ -85,6 +89,13 @@ class Limits:
                 param="n",
             )
         return num_bytes
+
+
+def _turn(job: Job) -> float:
+    """Return the moment by which ready requests are ordered: later the longer a prompt is."""
+    ready = job.record.ready
+    assert ready is not None, "only ready requests are ordered"
+    return ready + _PER_TOKEN * job.read.num_tokens
 
 
 class Scheduler:
@@ -164,12 +175,7 @@ class Scheduler:
                 job.read.num_tokens < self.limits.split_tokens and not job.read.order.hands_over
             )
             job.record.ready = time.monotonic()
-            # Later the longer its prompt is.
-            bisect.insort(
-                self._ready,
-                job,
-                key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens,
-            )
+            bisect.insort(self._ready, job, key=_turn)
             self.changed.notify_all()
 
     def take(self, seconds: float, is_short: bool = False) -> Job | None:

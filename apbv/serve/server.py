@@ -34,7 +34,7 @@ from .connections import (
     most_connections,
 )
 from .executor import Executor, follow
-from .links import connect_hosts
+from .links import connect_to_hosts, connect_to_leader
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
@@ -95,6 +95,7 @@ def serve(
     """
 
     def open_http(worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
+        assert sock is not None, "host 0 has bound a socket"
         listen(sock)
         server = _Server(build_app(worker, scheduler, settings), worker, sock, settings, hosts.size)
         return lambda: asyncio.run(server.serve([sock]))
@@ -140,25 +141,31 @@ def run_worker(
                 on_end=None if scheduler is None else scheduler.end_offer,
             )
             stack.enter_context(offers)
-        link = connect_hosts(hosts, stack) if num_decode_hosts > 1 else None
-        executor = Executor(engine, hosts, offers, link)
+        links = link = None
+        if num_decode_hosts > 1 and hosts.is_leader:
+            links = connect_to_hosts(hosts, stack)
+        elif num_decode_hosts > 1:
+            link = connect_to_leader(hosts, stack)
+        executor = Executor(engine, hosts, offers)
 
         # Lead, or follow.
-        with hosts.local_stage("opening the server"):
-            if scheduler is not None:
-                reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
-                worker = Worker(executor, reader, scheduler)
-                run = open_source(worker, scheduler)
         if scheduler is not None:
+            with hosts.local_stage("opening the server"):
+                assert open_source is not None, "host 0 has a source of requests"
+                reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
+                worker = Worker(executor, reader, scheduler, links)
+                run = open_source(worker, scheduler)
             run()
             if worker.failure is not None:
                 raise worker.failure
             return
+        with hosts.local_stage("opening the server"):
+            pass  # only host 0 does
         wants_to_stop = threading.Event()
         stop = _StopAfterSignals(wants_to_stop, private_files)
         for number in SIGNALS:
             signal.signal(number, stop)
-        follow(executor, settings.media_dir, private_files, wants_to_stop)
+        follow(executor, settings.media_dir, private_files, wants_to_stop, link)
 
 
 class _StopAfterSignals:
@@ -187,7 +194,7 @@ def _least_free_bytes(hosts: HostGroup) -> int:
 
     Processes on one machine's CPU have an equal part of its memory each.
     """
-    num_bytes = free_memory_bytes(hosts.device)
+    num_bytes: float = free_memory_bytes(hosts.device)
     if hosts.device.type == "cpu":
         num_bytes /= int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes))
     bytes_of_hosts = [host_bytes for (host_bytes,) in hosts.gather_floats([num_bytes])]
@@ -210,6 +217,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
 
     # The KV of the longest request that must run.
     max_bytes = settings.max_kv_bytes
+    assert max_bytes is not None, "the caller sets the default"
     num_tokens = settings.max_model_len or _FEWEST_TOKENS
     required_bytes = (num_tokens + GROWTH_ROWS) * token_bytes
     if max_bytes < required_bytes:
@@ -239,10 +247,11 @@ class _Server(uvicorn.Server):
     def __init__(
         self, app, worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int
     ):
+        protocol = partial(HttpProtocol, connections=Connections(most_connections()))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(HttpProtocol, connections=Connections(most_connections())),
+                http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
                 backlog=ACCEPTED_AT_ONCE,
                 ws="none",
                 lifespan="off",

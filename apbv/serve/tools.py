@@ -151,7 +151,9 @@ class ToolCallParser:
         self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
         self._closing_tags = CLOSING_TAGS if has_thoughts else {}
         # The tag that ends the current thought; None: there is none.
-        self._thought_end = self._closing_tags.get(thought)
+        self._thought_end: str | None = None
+        if thought is not None:
+            self._thought_end = self._closing_tags.get(thought)
         self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
@@ -165,7 +167,7 @@ class ToolCallParser:
         may_end = is_last or last_character in text
         while self._pending:
             if self._thought_end is not None:
-                final_text += self._think()
+                final_text += self._think(self._thought_end)
                 if self._thought_end is not None:
                     break
                 continue
@@ -216,13 +218,13 @@ class ToolCallParser:
         num_matching = max((overlap(text, tag) for tag in tags), default=0)
         return len(text) - num_matching, None
 
-    def _think(self) -> str:
+    def _think(self, closing_tag: str) -> str:
         """Take the current thought off the pending text, as far as it is certain, and return it."""
-        end = self._pending.find(self._thought_end)
+        end = self._pending.find(closing_tag)
         if end < 0:
-            num_matching = overlap(self._pending, self._thought_end)
+            num_matching = overlap(self._pending, closing_tag)
             return self._release(len(self._pending) - num_matching)
-        final_text = self._release(end + len(self._thought_end))
+        final_text = self._release(end + len(closing_tag))
         self._thought_end = None
         self._is_fresh = self._was_fresh
         return final_text

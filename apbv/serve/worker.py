@@ -13,6 +13,7 @@ from .answer_stream import AnswerStream
 from .decode_thread import DecodeThread
 from .executor import Command, Executor, OfferedKV, exchange_commands, require_decoding
 from .job import Job
+from .links import Links
 from .local_prefill import LocalPrefillPool
 from .output import JobOutput, failure_of
 from .request_reader import Reader
@@ -37,6 +38,7 @@ class Worker:
     Args:
         executor: carries orders out, together with the other hosts' executors.
         scheduler: the request queue and limits.
+        links: the connections to the other hosts; None if only host 0 decodes alone.
 
     Attributes:
         reader: reads the requests.
@@ -44,11 +46,17 @@ class Worker:
         failure: the error that ended the thread prematurely.
     """
 
-    def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
+    def __init__(
+        self,
+        executor: Executor,
+        reader: Reader,
+        scheduler: Scheduler,
+        links: Links | None = None,
+    ):
         self._executor = executor
         self.reader = reader
         self._scheduler = scheduler
-        self._links = executor.link
+        self._links = links
         self.batching_obstacle = executor.engine.batching_obstacle
         self._decoding = None if self.batching_obstacle else DecodeThread(executor.engine)
         self._local_prefills = LocalPrefillPool(executor.engine, self._decoding)
@@ -204,7 +212,7 @@ class Worker:
                 file_bytes = _sent_file_bytes(job) if is_sent else []
                 order = self._addressed_order(job, output)
                 if is_sent:
-                    self._links.send(order, file_bytes)
+                    self._links_to_hosts.send(order, file_bytes)
                 else:
                     self._local_prefills.prefill(order, output, job.read.paths, job.read.prompt)
             except Exception as error:
@@ -217,7 +225,14 @@ class Worker:
         order = replace(job.read.order, request_id=job.record.id)
         if job.decode_host in (0, None):
             return order
-        return replace(order, decode_host=job.decode_host, number=self._links.add(output))
+        number = self._links_to_hosts.add(output)
+        return replace(order, decode_host=job.decode_host, number=number)
+
+    @property
+    def _links_to_hosts(self) -> Links:
+        """The connections to the other hosts, where one of these is a request's decode host."""
+        assert self._links is not None, "decode hosts are connected to host 0"
+        return self._links
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
@@ -252,6 +267,7 @@ class Worker:
             else:
                 # Its decode host decodes it, and releases the output.
                 if order.decode_host == 0:
+                    assert self._decoding is not None, "requests only begin where a batch decodes"
                     self._decoding.add(output, order, result)
                 return
         except RequestCancelled:
@@ -268,6 +284,8 @@ class Worker:
     ) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
         ticket = offered.ticket
+        offers = self._executor.offers
+        assert offers is not None, "KV was offered"
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
         job.record.transfer = ticket.transfer
         output.kv_params = ticket.to_params()
@@ -275,7 +293,7 @@ class Worker:
         eos_token_ids = self._executor.engine.parts.eos_token_ids
         reason = finish_reason(tokens, job.read.order.sampling, eos_token_ids)
         if not stream.finish(tokens, reason):
-            self._executor.offers.drop(ticket.transfer)
+            offers.drop(ticket.transfer)
 
 
 def _sent_file_bytes(job: Job) -> list[bytes]:

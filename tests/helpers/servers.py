@@ -17,7 +17,7 @@ from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
 from apbv.serve.executor import Executor, follow
-from apbv.serve.links import connect_hosts
+from apbv.serve.links import connect_to_hosts, connect_to_leader
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.request_reader import Reader
@@ -201,8 +201,9 @@ class InProcess:
         )
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
         self._stack = ExitStack()
-        link = connect_hosts(engine.hosts, self._stack) if decode_hosts > 1 else None
-        self.worker = Worker(Executor(engine, engine.hosts, self.offers, link), reader, scheduler)
+        links = connect_to_hosts(engine.hosts, self._stack) if decode_hosts > 1 else None
+        executor = Executor(engine, engine.hosts, self.offers)
+        self.worker = Worker(executor, reader, scheduler, links)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -235,8 +236,9 @@ def follow_server(engine: Engine, media_dir: Path) -> None:
         closing(offering(engine)) as offers,
         ExitStack() as stack,
     ):
-        link = connect_hosts(engine.hosts, stack) if engine.num_decode_hosts > 1 else None
-        follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
+        link = connect_to_leader(engine.hosts, stack) if engine.num_decode_hosts > 1 else None
+        executor = Executor(engine, engine.hosts, offers)
+        follow(executor, media_dir, files, threading.Event(), link)
 
 
 def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:
