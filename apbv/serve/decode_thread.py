@@ -17,6 +17,7 @@ from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..errors import RequestCancelled
 from ..speculate.decode_loops import PrefilledRequest
+from ..speculate.speculative_batch import SpeculativeBatch
 from .answer_stream import AnswerStream
 from .output import AnswerOutput, Failure
 from .work_order import WorkOrder
@@ -141,7 +142,11 @@ class DecodeThread:
             stream = AnswerStream(output, order, self._decode, choice)
             request = stream.request_for_answer(begun.read.request)
             answer = begin_answer(self._engine.parts, state, request)
-            member = batch.join(answer, draft)
+            if draft is None:
+                member = batch.join(answer)
+            else:
+                assert isinstance(batch, SpeculativeBatch), "requests with drafts need such a batch"
+                member = batch.join(answer, draft)
             self._members[member] = (output, stream)
             # The next answer copies the KV, and has no draft.
             state = replace(state, kv=state.kv.behind(state.layout))
@@ -162,9 +167,11 @@ class DecodeThread:
         """End an answer, and with the last one of a request release its KV."""
         output, stream = self._members.pop(member)
         failure = member.error
-        if failure is None:
+        reason = member.finish_reason
+        # An answer that was aborted has neither.
+        if failure is None and reason is not None:
             try:
-                stream.finish(member.tokens, member.finish_reason, member.summary())
+                stream.finish(member.tokens, reason, member.summary())
             except Exception as error:
                 failure = error
         if failure is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
-from .draft import Draft, DraftTask, prefill_draft, run_prompt
+from .draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
 from .frame_selection import FRAME_SELECTIONS, keep_from_frames
@@ -27,26 +27,27 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     if not total or keep == "full":
         return torch.arange(total)
     if keep in ("attention", "uv_prune"):
-        return keep_best(task.scores(), count)
+        return keep_best(task.read_scores(), count)
     if keep == "specvlm":
-        return keep_specvlm(task.scores(), count)
+        return keep_specvlm(task.read_scores(), count)
     if keep == "even":
         return keep_even(total, count)
     if keep == "random":
         return keep_random(total, count, task.sampling.seed)
+    assert rows is not None, "the draft has embedded the visual tokens"
     if keep in FRAME_SELECTIONS:
-        return keep_from_frames(task.draft, task.inputs, rows, task.hosts, keep, count)
+        return keep_from_frames(task.draft_parts, task.inputs, rows, task.hosts, keep, count)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
     terms = task.config.hippo_terms
-    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
+    scores = local_semantics(task.draft_parts, task.inputs, rows, task.hosts, terms)
     if "attention" in terms:
-        scores = with_relevance(task.draft, task.inputs, scores, task.scores())
+        scores = with_relevance(task.draft_parts, task.inputs, scores, task.read_scores())
     return keep_best(scores, count)
 
 
 def draft_by_model(task: DraftTask) -> Draft:
     """Draft with the draft model, on all text and sound, and on visual tokens by ``task.keep``."""
-    rows = encode_visual(task.draft, task.inputs.visual)
+    rows = encode_visual(task.draft_parts, task.inputs.visual)
     all_visual = torch.arange(task.inputs.num_visual_tokens)
     if not len(all_visual) or task.keep == "full":
         return _draft_on_tokens(task, rows, all_visual)
@@ -56,16 +57,18 @@ def draft_by_model(task: DraftTask) -> Draft:
     first = _draft_on_tokens(task, rows, all_visual)
     if task.awaited is None:
         return _prune_kv(task, rows, first)
-    return replace(first, successor=partial(_prune_kv, task, rows, first), awaited=task.awaited)
+    successor = Successor(task.awaited, partial(_prune_kv, task, rows, first))
+    return replace(first, successor=successor)
 
 
-def _draft_on_tokens(task: DraftTask, rows: Tensor, kept: Tensor) -> Draft:
+def _draft_on_tokens(task: DraftTask, rows: Tensor | None, kept: Tensor) -> Draft:
     """Draft prefill on all text and these visual tokens."""
-    cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows, task.decode_host)
-    return Draft(task.drafter(task.draft, cache), len(kept), kept)
+    parts = task.draft_parts
+    cache = prefill_draft(parts, task.inputs, kept, task.hosts, rows, task.decode_host)
+    return Draft(task.drafter(parts, cache), len(kept), kept)
 
 
-def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
+def _prune_kv(task: DraftTask, rows: Tensor | None, draft: Draft) -> Draft:
     """Prune the KV of a draft that has read the whole prompt to the kept visual tokens."""
     kept = kept_visual_tokens(task, rows)
     if draft.drafter is not None:
@@ -73,26 +76,27 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
         text = (~task.is_visual).nonzero().flatten()
         if task.leave_last:  # the KV lacks the last token
             text = text[:-1]
-        draft.drafter.prune_prompt(torch.cat([text, visual]).sort().values)
+        draft.model_drafter.prune_prompt(torch.cat([text, visual]).sort().values)
     return Draft(draft.drafter, len(kept), kept)
 
 
 def draft_text_only(task: DraftTask) -> Draft:
     """Draft with the draft model, on the prompt's text alone, and on its sound if it hears."""
     nothing = torch.empty(0, dtype=torch.long)
-    if task.draft.sees or not task.target.sees:
-        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.decode_host)
-        return Draft(task.drafter(task.draft, cache), 0, nothing)
+    parts = task.draft_parts
+    if parts.sees or not task.target.sees:
+        cache = prefill_draft(parts, task.inputs, nothing, task.hosts, None, task.decode_host)
+        return Draft(task.drafter(parts, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as
     # a whole prompt.
     text = task.text_ids[None]
     # As ModelDrafter does for tokens outside its vocabulary.
-    text = text.where(text < task.draft.vocab_size, 0)
+    text = text.where(text < parts.vocab_size, 0)
     num_tokens = text.shape[1]
     cache = None
     if task.is_decode_host:
-        cache = run_prompt(task.draft, text, torch.arange(num_tokens)[None])
-    return Draft(task.drafter(task.draft, cache, next_position=num_tokens), 0, nothing)
+        cache = run_prompt(parts, text, torch.arange(num_tokens)[None])
+    return Draft(task.drafter(parts, cache, next_position=num_tokens), 0, nothing)
 
 
 def draft_by_ensemble(task: DraftTask) -> Draft:
@@ -106,7 +110,7 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
     kept = torch.empty(0, dtype=torch.long)
     ensemble = task.config.ensemble
     if "M" in ensemble or "P" in ensemble:  # the other contexts are text
-        rows = encode_visual(task.draft, task.inputs.visual)
+        rows = encode_visual(task.draft_parts, task.inputs.visual)
         kept = kept_visual_tokens(task, rows)
     contexts = read_contexts(task, kept, rows)
     drafter = EnsembleDrafter(task, contexts) if contexts else None
@@ -117,7 +121,7 @@ def draft_on_attended_kv(task: DraftTask) -> Draft:
     """Draft with the target on all text and every head's most attended visual KV (STD)."""
     count = task.num_kept
     if task.inputs.num_visual_tokens:
-        best = [scores.topk(count, dim=1).indices for scores in task.scores()]
+        best = [scores.topk(count, dim=1).indices for scores in task.read_scores()]
     else:
         nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
         best = [nothing] * task.target.num_layers
@@ -148,7 +152,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
     for numbers in visual:
         tokens = torch.cat([text_tokens, visual_tokens[numbers]], dim=1)
         chosen.append(tokens.sort(dim=1).values)
-    return task.drafter(task.target, task.state.kv.select(chosen))
+    return task.drafter(task.target, task.prefilled.kv.select(chosen))
 
 
 def draft_by_first_layers(task: DraftTask) -> Draft:
@@ -157,7 +161,7 @@ def draft_by_first_layers(task: DraftTask) -> Draft:
     The authors train a model for that; here, as in STD's paper, it is any model.
     """
     num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
-    cache = task.state.kv.first_layers(num_layers)
+    cache = task.prefilled.kv.first_layers(num_layers)
     drafter = task.drafter(task.target.with_first_layers(num_layers), cache)
     return Draft(drafter, task.inputs.num_visual_tokens)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ def prefill_draft(
 
     merged = PlaceholderRows()
     if len(kept_visual):
+        assert rows is not None and inputs.visual is not None, "a kept token has an embedding"
         visual_rows = _send_to_decode_host(rows, inputs.visual, kept_visual, hosts, decode_host)
         merged.streams = list(visual_rows.split(parts.hidden_size, dim=-1))
     if inputs.audio is not None:
@@ -159,6 +160,23 @@ class DraftTask:
     decode_host: int = 0
 
     @property
+    def draft_parts(self) -> ModelParts:
+        """The draft model, for strategies that need one."""
+        assert self.draft is not None, "the strategy has a draft model"
+        return self.draft
+
+    @property
+    def prefilled(self) -> PrefillResult:
+        """The target's prefill, for strategies that draft with the target."""
+        assert self.state is not None, "a draft host does not run the target"
+        return self.state
+
+    def read_scores(self) -> Any:
+        """Return the scores from the target's prefill; collective."""
+        assert self.scores is not None, "the strategy observes the prefill"
+        return self.scores()
+
+    @property
     def is_decode_host(self) -> bool:
         """Whether this host drafts."""
         return self.hosts.rank == self.decode_host
@@ -179,13 +197,16 @@ class DraftTask:
         """The number of visual tokens that a pruned draft sees."""
         num_visual = self.inputs.num_visual_tokens
         if self.config.keep_tokens is None:
+            assert self.config.keep_ratio is not None, "one of both is set"
             count = round(self.config.keep_ratio * num_visual)
         else:
             num_text = self.inputs.num_tokens - num_visual
             count = self.config.keep_tokens - num_text
         return min(num_visual, max(1, count))
 
-    def drafter(self, parts: ModelParts, cache, next_position: int | None = None) -> Drafter | None:
+    def drafter(
+        self, parts: ModelParts, cache: DynamicCache | None, next_position: int | None = None
+    ) -> ModelDrafter | None:
         """Return a drafter that continues from a cache; None if there is no cache.
 
         Args:
@@ -211,6 +232,18 @@ class DraftTask:
         )
 
 
+class Successor(NamedTuple):
+    """What replaces a provisional draft, which drafts until the target's scores arrive.
+
+    Attributes:
+        awaited: the message that arrives with the scores.
+        build: builds the draft that replaces it.
+    """
+
+    awaited: Exchange
+    build: "Callable[[], Draft]"
+
+
 @dataclass(frozen=True)
 class Draft:
     """Drafter that has read the prompt, and the visual tokens that it saw.
@@ -220,16 +253,25 @@ class Draft:
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see
             the same.
-        successor: builds the replacement of a provisional draft, which drafts until the target's
-            scores arrive.
-        awaited: the message that arrives with them.
+        successor: replaces a provisional draft; None: this one is not provisional.
     """
 
     drafter: Drafter | None
     num_visual: int
     kept: Tensor | None = None
-    successor: "Callable[[], Draft] | None" = None
-    awaited: Exchange | None = None
+    successor: Successor | None = None
+
+    @property
+    def own_drafter(self) -> Drafter:
+        """The drafter, on the host that drafts."""
+        assert self.drafter is not None, "another host drafts"
+        return self.drafter
+
+    @property
+    def model_drafter(self) -> ModelDrafter:
+        """The drafter, on the host that drafts, of a strategy whose draft is a model."""
+        assert isinstance(self.drafter, ModelDrafter), "a model drafts on this host"
+        return self.drafter
 
     def runs(self, parts: ModelParts) -> bool:
         """Return whether the drafter on this host runs this very model, the target.

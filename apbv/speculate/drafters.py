@@ -16,7 +16,7 @@ from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
 from ..device_copy import to_device
-from ..kv.cache import appending_in_place, keep_of_last
+from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from .tree import Tree
@@ -78,6 +78,10 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield drafted tokens, each with its distribution ``[Vq]``; None if it was not drawn."""
+        raise NotImplementedError
+
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
         """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
 
@@ -137,6 +141,7 @@ class ModelDrafter(Drafter):
         self._penalties: Penalties | None = None
         self._answer_start = 0
         if config.penalises:
+            assert prompt_ids is not None, "penalties depend on the prompt"
             self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device)
             self._answer_start = prompt_ids.shape[1] - prompt_len
         # The new tokens whose KV the cache holds, of a tree up to its root.
@@ -164,7 +169,7 @@ class ModelDrafter(Drafter):
         Args:
             missing: the last of ``tokens``, which the cache lacks.
         """
-        choices = []
+        choices: list[Choice] = []
         distributions = []
         for _ in range(tree.depth):
             drafted_so_far = [choice.tokens for choice in choices]
@@ -228,7 +233,7 @@ class ModelDrafter(Drafter):
         best = logits.topk(most, dim=-1)
         # NaN counts as the largest number.
         is_finite = best.values[:, :1].isfinite().expand(-1, most)
-        places = []
+        places: list[int] = []
         for row, count in enumerate(counts):
             places.extend(range(row * most, row * most + count))
         indices = self._indices(places)
@@ -254,10 +259,21 @@ class ModelDrafter(Drafter):
     def prune_prompt(self, rows: Tensor) -> None:
         """Keep only these rows of the prompt's KV, ``[T]`` ascending; new tokens' KV stays."""
         length = self.cache.get_seq_length()
-        num_heads = self.cache.layers[0].keys.shape[1]
+        keys = self.layers[0].keys
+        assert keys is not None, "the cache has the prompt's KV"
+        num_heads = keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         rows_of_heads = rows.expand(num_heads, -1)
         self._continue(select_kv(self.cache, [rows_of_heads] * len(self.cache.layers)))
+
+    @property
+    def layers(self) -> list[GrowingLayer]:
+        """The layers of the cache."""
+        layers = []
+        for layer in self.cache.layers:
+            assert isinstance(layer, GrowingLayer), "the cache appends in place"
+            layers.append(layer)
+        return layers
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
@@ -279,7 +295,7 @@ class ModelDrafter(Drafter):
         logits = self._read(missing)
         if self._penalties is not None:
             answer = tokens[self._answer_start :]
-            drafted_tokens = torch.cat(drafted) if drafted else ()
+            drafted_tokens = torch.cat(list(drafted)) if drafted else ()
             logits = self._penalties.penalised(logits, answer, drafted_tokens)
         place = self._prompt_len + self._num_cached
         choice, distributions = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
@@ -324,19 +340,20 @@ class ModelDrafter(Drafter):
         self._cached = [*self._cached[:num_common], *accepted_tokens]
 
         if self.newest_kv is not None:
-            self._take_newest_kv(known)
+            self._take_newest_kv(known, self.newest_kv)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
 
-    def _take_newest_kv(self, known: Sequence[int]) -> None:
+    def _take_newest_kv(self, known: Sequence[int], newest_kv: NewestKV) -> None:
         """Replace this drafter's KV of verified tokens by the target's.
 
         Args:
             known: the tokens whose KV the target has.
+            newest_kv: returns it.
         """
         if len(self._cached) > self._num_replaced:
             self.cache.crop(self._num_replaced - len(self._cached))
-        layers = self.newest_kv(len(known) - self._num_replaced)
+        layers = newest_kv(len(known) - self._num_replaced)
         for index, (keys, values) in enumerate(layers):
             self.cache.update(keys, values, index)
         self._cached = list(known)
@@ -347,10 +364,11 @@ class ModelDrafter(Drafter):
         node = 0
         path = []
         for token in following:
-            node = self._tree.child(self._drafted, node, token)
-            if node not in self._nodes_in_cache:
+            child = self._tree.child(self._drafted, node, token)
+            if child is None or child not in self._nodes_in_cache:
                 break
-            path.append(node)
+            path.append(child)
+            node = child
         return path
 
 
@@ -378,7 +396,7 @@ class NgramDrafter(Drafter):
                 self._end_of[tuple(sequence[end - length : end])] = end
         self._indexed = len(sequence) - 1
         for length in range(min(_LONGEST_NGRAM, len(sequence)), 0, -1):
-            end = self._end_of.get(tuple(sequence[-length:]))
-            if end is not None:
-                return Proposal(sequence[end : end + tree.depth])
+            follower = self._end_of.get(tuple(sequence[-length:]))
+            if follower is not None:
+                return Proposal(sequence[follower : follower + tree.depth])
         return Proposal([])

@@ -48,9 +48,21 @@ class Models(NamedTuple):
     draft: ModelParts | None
 
     @property
+    def own_target(self) -> ModelParts:
+        """The target, on a host that runs it."""
+        assert self.target is not None, "this host runs the target"
+        return self.target
+
+    @property
+    def own_draft(self) -> ModelParts:
+        """The draft model, on a host that runs it."""
+        assert self.draft is not None, "this host runs the draft model"
+        return self.draft
+
+    @property
     def reading(self) -> ModelParts:
         """The model that reads prompts on this host; both read them alike."""
-        return self.draft if self.target is None else self.target
+        return self.own_draft if self.target is None else self.target
 
 
 class Drafting:
@@ -108,13 +120,14 @@ class Drafting:
             InvalidConfigError: the model cannot be loaded, or has other tokens than the target.
             HostError: another host failed to load it.
         """
-        if path is None:
+        config = self._config
+        if path is None or config is None:
             return None
-        with self._hosts.local_stage(f"loading the draft model {self._config.draft_model or path}"):
+        with self._hosts.local_stage(f"loading the draft model {config.draft_model or path}"):
             if self._has_draft_host and not self.drafts_only:
                 return None
             draft, reader = load_model(path, dtype, self._hosts)
-            if STRATEGIES[self._config.strategy].reads_text_only:
+            if STRATEGIES[config.strategy].reads_text_only:
                 require_same_tokens(processor, reader)
             return draft
 
@@ -146,14 +159,16 @@ class Drafting:
         for parts in models:
             if parts is not None and config is not None:
                 refuse(hybrid=hybrid_family(parts.model.config), drafting=config.strategy)
-        strategy = None if config is None else STRATEGIES[config.strategy]
         # A draft host has to read requests itself.
-        if strategy is not None and strategy.needs_draft_model and not config.draft_host:
+        if config is None or config.draft_host:
+            return models
+        strategy = STRATEGIES[config.strategy]
+        if strategy.needs_draft_model:
             if draft is None:
                 raise InvalidConfigError(f"the strategy {config.strategy} needs a draft model")
-            target_prompts = reads(models.target)
-            draft_prompts = reads(models.draft)
-            takes_text = strategy.reads_text_only and not models.draft.sees
+            target_prompts = reads(models.own_target)
+            draft_prompts = reads(models.own_draft)
+            takes_text = strategy.reads_text_only and not models.own_draft.sees
             if target_prompts != draft_prompts and not takes_text:
                 raise InvalidConfigError(
                     f"the draft cannot read the target's prompts: it reads {draft_prompts}, not "
@@ -187,18 +202,19 @@ class Drafting:
         config = self._config
         hosts = self._hosts
         if config is None:
-            return Autoregressive(models.target, hosts)
+            return Autoregressive(models.own_target, hosts)
         if not config.draft_host:
             tokenize = partial(tokenizer.encode, add_special_tokens=False)
             draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
             return SequentialSpeculation(
-                models.target, draft, hosts, config, tokenize, self._captioner
+                models.own_target, draft, hosts, config, tokenize, self._captioner
             )
         pair = Pair.of(hosts, config)
+        way: ParallelSpeculation | DraftHost
         if pair.is_draft:
-            way = DraftHost(models.draft, config, pair)
+            way = DraftHost(models.own_draft, config, pair)
         else:
-            way = ParallelSpeculation(models.target, config, pair)
+            way = ParallelSpeculation(models.own_target, config, pair)
         hosts.require_same(
             "the kind of prompts that the model reads", reads(models.reading).encode()
         )

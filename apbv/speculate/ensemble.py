@@ -45,7 +45,7 @@ class AdaptedWeights:
         if num_contexts == 2:
             second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
             self._candidates = torch.stack([1 - second, second], dim=1)
-        self._errors: Tensor | float = 0.0
+        self._errors: Tensor | None = None
 
     def learn(self, p: Tensor, q: Tensor) -> None:
         """Learn from a verified token.
@@ -55,10 +55,12 @@ class AdaptedWeights:
             q: the contexts' distributions, ``[m, V]``.
         """
         self._candidates = to_device(self._candidates, q.device)
-        self._errors = self._errors + kl_divergence(p, self._candidates @ q)
+        divergence = kl_divergence(p, self._candidates @ q)
+        self._errors = divergence if self._errors is None else self._errors + divergence
 
     def choose(self) -> Tensor:
         """Return weights ``[m]`` that sum to 1; after at least one token."""
+        assert self._errors is not None, "a token was learnt from"
         num_contexts = self._candidates.shape[1]
         if num_contexts > 2:
             return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
@@ -88,33 +90,35 @@ def read_contexts(
         On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position
         of the first new token; elsewhere nothing.
     """
-    parts = task.draft
+    parts = task.draft_parts
     inputs = task.inputs
     hosts = task.hosts
     contexts = []
     for letter in task.config.ensemble.rstrip("*"):
+        cache = None
         if letter == "M":
             cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
-            contexts.append((cache, inputs.next_position))
         elif letter == "P":
             cells = pooling_cells(parts, inputs)
             pooled = _pooled_rows(task, cells, rows)
             cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
-            contexts.append((cache, inputs.next_position))
         elif hosts.is_leader:
             contexts.append(_read_text(task, with_caption=letter == "C"))
+        if cache is not None:
+            contexts.append((cache, inputs.next_position))
     return contexts if hosts.is_leader else []
 
 
-def _pooled_rows(task: DraftTask, cells: Tensor, rows: Tensor) -> Tensor:
+def _pooled_rows(task: DraftTask, cells: Tensor, rows: Tensor | None) -> Tensor:
     """Return this host's visual embeddings, pooled 2 x 2; every token of a cell can stand for it.
 
     Args:
         cells: see :func:`pooling_cells`.
         rows: the embeddings that are not pooled.
     """
-    parts = task.draft
+    parts = task.draft_parts
     visual = task.inputs.visual
+    assert visual is not None and rows is not None, "the draft has embedded the visual tokens"
     if parts.projector is not None:
         return encode_pooled(parts, visual)
     # This pools the projector's output, where the paper pools its input: in other families that may
@@ -130,7 +134,8 @@ def _read_text(task: DraftTask, with_caption: bool) -> tuple[DynamicCache, int]:
     Returns:
         The KV, and the number of tokens.
     """
-    parts = task.draft
+    parts = task.draft_parts
+    assert task.tokenize is not None, "a draft that reads other text has the tokenizer"
     prompt = task.inputs.input_ids[0]
     line_break = task.tokenize(LINE_BREAK)
     first = task.tokenize(f"image: {task.caption}") if with_caption else line_break
@@ -173,6 +178,7 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
     within tiles, before these are put together.
     """
     visual = inputs.visual
+    assert visual is not None, "the prompt has visual tokens"
     cells = torch.arange(inputs.num_visual_tokens)
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
         if not item.is_whole:
@@ -247,7 +253,7 @@ class EnsembleDrafter(ModelDrafter):
     """
 
     def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
-        parts = task.draft
+        parts = task.draft_parts
         caches = [cache for cache, _ in contexts]
         positions = [position for _, position in contexts]
         super().__init__(

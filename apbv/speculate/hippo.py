@@ -38,9 +38,11 @@ def local_semantics(
     Returns:
         ``[visual tokens]`` on every host, in CPU memory.
     """
+    visual = inputs.visual
+    assert visual is not None, "the prompt has visual tokens"
     result = torch.full((inputs.num_visual_tokens,), float("inf"))
     for place in videos_of(parts, inputs):
-        sharing = sharing_hosts(inputs.visual, hosts)
+        sharing = sharing_hosts(visual, hosts)
         video = shared_video(parts, inputs, place, rows, sharing)
         frames = video.embeddings
         num_frames = video.num_frames

@@ -121,6 +121,7 @@ class Link:
             Whether it has begun the request, too, with the same settings.
         """
         here = self._beginning
+        assert here is not None, "this end has begun the request"
         there_is_ready, there_vocab_size, there_settings = self.answer.wait().tolist()
         both_are_ready = here.is_ready and bool(there_is_ready)
         self.settings_differ = both_are_ready and here.settings != there_settings
@@ -315,9 +316,13 @@ class Pair:
         # The draft waits while the target works, and a little longer, to hear of a target host that
         # is silent.
         to_draft = hosts.subgroup([0, last], 1.25 * hosts.timeout, has_data=False)
-        link = None if to_target is None else Link(to_target, to_draft)
-        computing = HostGroup.single(hosts.device) if is_draft else targets
-        return cls(computing, is_draft, link)
+        link = None
+        if to_target is not None and to_draft is not None:
+            link = Link(to_target, to_draft)
+        if is_draft:
+            return cls(HostGroup.single(hosts.device), is_draft, link)
+        assert targets is not None, "all hosts but the last run the target"
+        return cls(targets, is_draft, link)
 
     @contextmanager
     def beginning(
@@ -397,14 +402,14 @@ class Pair:
         try:
             return exchange(self.link)
         except HostError as error:
-            self._lose(str(error), f"going on without the draft host: {error}")
+            self._lose(self.link, str(error), f"going on without the draft host: {error}")
             return None
 
-    def _lose(self, why: str, warning: str) -> None:
+    def _lose(self, link: Link, why: str, warning: str) -> None:
         """Give up the link for good; warn where the target runs."""
-        if not self.link.is_settled:
+        if not link.is_settled:
             with suppress(HostError):  # a slow draft may still receive this
-                self.link.send_verdict(FAILED)
+                link.send_verdict(FAILED)
         self.link = None
         self.lost = why
         if not self.is_draft:
@@ -423,8 +428,8 @@ class Pair:
             False if the draft has not answered whether it takes part, and this does not wait for
             that.
         """
-        is_undecided = self._other_takes_part is None and self.link is not None
-        if is_undecided and not waits and not self.link.answer.has_ended():
+        undecided = self.link if self._other_takes_part is None else None
+        if undecided is not None and not waits and not undecided.answer.has_ended():
             return False
         link = self.open_link()
         if link is not None and not self._has_sent_scores:
@@ -440,6 +445,7 @@ class Pair:
             self._with_link(lambda link: link.receive_json())
         elif link is not None and not link.is_settled:
             self._lose(
+                link,
                 "an earlier request failed",
                 "going on without the draft host after a request that failed",
             )

@@ -156,7 +156,7 @@ class _Target:
         self._pending = Proposal([])
         if code == GO_ON:
             self._pending = self._receive(lambda link: link.receive_rest())
-        if code == ALONE:
+        if obstacle is not None and not has_ended:
             stats.switch_off(obstacle, num_tokens)
         return RoundPlan(new, self._pending.tokens, has_ended)
 
@@ -249,6 +249,7 @@ def generate_beside_draft(
         # Decide.
         numbers = None
         if target is not None:
+            assert rows is not None, "host 0 has the target's logits"
             hosts.settle()
             try:
                 plan = target.decide(rows)
@@ -305,14 +306,15 @@ def draft_beside(
     drafts = True
     code = GO_ON
     while code != DONE:
-        is_provisional = draft.successor is not None
-        verdict = draft.awaited if is_provisional else link.expect_verdict()
+        successor = draft.successor
+        is_provisional = successor is not None
+        verdict = link.expect_verdict() if successor is None else successor.awaited
         window: list[int] = []
         rows: list[Tensor] = []
         if drafts:
             with record.section("draft"):
                 try:
-                    for token, row in draft.drafter.stream(sequence):
+                    for token, row in draft.own_drafter.stream(sequence):
                         window.append(token)
                         if row is not None:
                             rows.append(row)
@@ -332,10 +334,10 @@ def draft_beside(
                     drafts = False
             windows.append(len(window))
         sequence += window
-        if is_provisional:
+        if successor is not None:
             with record.section("idle"):
                 verdict.wait()
-            draft = draft.successor()
+            draft = successor.build()
             verdict = link.expect_verdict()
         with record.section("idle"):
             code, num_verified, token = verdict.wait().tolist()

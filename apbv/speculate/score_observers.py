@@ -36,11 +36,13 @@ class Relevance(PrefillObserver):
         lse_of_chunks = [scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks]
         lse = self.over_hosts(torch.cat(lse_of_chunks, dim=1))
         lse_of_chunks = lse.split([chunk.shape[1] for chunk in chunks], dim=1)
-        total = 0.0
+        total: Tensor | None = None
         for chunk, chunk_lse in zip(chunks, lse_of_chunks, strict=True):
             attention = (scores_of_keys(chunk, keys, scale) - chunk_lse[..., None]).exp()
-            total = total + attention.sum(dim=(0, 1))
+            of_chunk = attention.sum(dim=(0, 1))
+            total = of_chunk if total is None else total + of_chunk
             del attention  # before the next chunk is computed
+        assert total is not None, "there is at least one chunk"
         relevance = total / (num_kv_heads * queries.shape[1])
         self._total = relevance if self._total is None else self._total + relevance
         self._num_layers += 1

@@ -116,6 +116,7 @@ def generate_speculatively(
                 rows = decoder.advance(drafted, shape.depths, shape.visible)
             numbers = None
             if hosts.is_leader:
+                assert rows is not None, "the leader has the target's logits"
                 hosts.settle()
                 decision = _decide(answer, shape, proposal, rows, is_chain=tree is None)
                 numbers = decision.to_ints(shape.depth)
@@ -131,6 +132,7 @@ def generate_speculatively(
 
         # Learn.
         if is_drafting and drafter is not None:
+            assert rows is not None, "the leader drafts, and has the target's logits"
             drafter.learn(new, rows[: len(new)])
         num_accepted = len(path) - 1
         was_rejected = path[-1] in shape.parents  # a node below the path's end
@@ -163,6 +165,7 @@ def _decide(
     try:
         if is_chain:
             verdict = verify_window(proposal, allowed, index, answer.sampling)
+            assert verdict.next_token is not None, "there are logits for a bonus"
             path = list(range(verdict.num_accepted + 1))
             token = verdict.next_token
         else:
@@ -187,6 +190,7 @@ def _draft(
     proposal = None
     numbers = None
     if hosts.is_leader:
+        assert drafter is not None, "the leader drafts"
         proposal = _propose(drafter, answer, limit, pace, stats)
         if proposal is None:
             numbers = [SWITCHED_OFF, *[0] * most]
@@ -207,8 +211,9 @@ def _propose(
     if pace.is_losing():
         stats.switch_off(LOSING, len(answer.tokens))
         return None
-    depth = pace.windows([pace.acceptance.rate])[0]
-    tree = limit.cut(depth)
+    windows = pace.windows([pace.acceptance.rate])
+    assert windows is not None, "only a batch goes without drafts for a while"
+    tree = limit.cut(windows[0])
     if not tree.num_drafted:
         return Proposal([])
     try:

@@ -33,14 +33,27 @@ from .tree import Tree
 from .verify import decide_window
 
 
+@dataclass
+class ModelDraft:
+    """Draft of an answer in a batch, by a model.
+
+    Attributes:
+        drafter: the drafter, whose model and settings the batch uses.
+        kv: the draft's KV.
+        num_copied: if the target itself drafts: of how many tokens the draft has the target's KV.
+    """
+
+    drafter: ModelDrafter
+    kv: OwnKV
+    num_copied: int = 0
+
+
 class DraftingMember(Member):
     """Sequence in a batch that may have a draft.
 
     Attributes:
         draft: its draft, which has read the prompt; None if it has none, or no longer.
-        draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no
-            model.
-        num_copied: if the target itself drafts: of how many tokens the draft has the target's KV.
+        model_draft: the draft, if it is a model whose prefill is done; else None.
         acceptance: how often drafted tokens were accepted.
         stats: speculation metrics.
     """
@@ -48,10 +61,27 @@ class DraftingMember(Member):
     def __init__(self, answer: Answer):
         super().__init__(answer)
         self.draft: Draft | None = None
-        self.draft_kv: OwnKV | None = None
-        self.num_copied = 0
+        self.model_draft: ModelDraft | None = None
         self.acceptance = Acceptance()
         self.stats = SpeculationStats()
+
+    @property
+    def own_answer(self) -> Answer:
+        """The answer, which takes part in a round: it has not ended."""
+        assert self.answer is not None, "ended answers leave the batch"
+        return self.answer
+
+    @property
+    def own_kv(self) -> OwnKV:
+        """The answer's KV, which takes part in a round: the prefill is done."""
+        assert self.kv is not None, "the answer's KV was taken in"
+        return self.kv
+
+    @property
+    def drafting_model(self) -> "ModelDraft":
+        """The draft that a model continues in this round."""
+        assert self.model_draft is not None, "a model drafts for this answer"
+        return self.model_draft
 
     def add(self, new: Sequence[int]) -> None:
         # The first token comes from the prefill.
@@ -65,11 +95,11 @@ class DraftingMember(Member):
 
     def end(self, error: Exception | None = None) -> None:
         super().end(error)
-        self.draft = self.draft_kv = None
+        self.draft = self.model_draft = None
 
     def drop_draft(self, why: str) -> None:
         """Go on without the draft, and free its KV."""
-        self.draft = self.draft_kv = None
+        self.draft = self.model_draft = None
         self.stats.switch_off(why, len(self.tokens))
 
     def learn(self, num_drafted: int, num_accepted: int, is_finite: bool) -> None:
@@ -178,7 +208,6 @@ class SpeculativeBatch(Batch):
     """
 
     _member = DraftingMember
-    _members: list[DraftingMember]
 
     def __init__(self, parts: ModelParts, config: SpeculativeConfig):
         super().__init__(parts)
@@ -197,15 +226,21 @@ class SpeculativeBatch(Batch):
             draft: its draft, built in the current stream.
         """
         member = super().join(answer)
-        if draft is not None and member.answer.sampling.is_constrained:
+        assert isinstance(member, DraftingMember), "the class of this batch's members"
+        if draft is not None and answer.sampling.is_constrained:
             member.stats.switch_off(CONSTRAINED, 0)
         elif draft is not None:
             member.draft = draft
             # As others' drafts; if these are bad it is tried all the same.
             member.acceptance = Acceptance(expected=max(self._acceptance.rate, 0.5))
             if self._stream is not None:  # the draft's prefill follows the target's
-                member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
+                answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         return member
+
+    @property
+    def _drafting_members(self) -> list[DraftingMember]:
+        """The batch's members, each of which may have a draft."""
+        return [member for member in self._members if isinstance(member, DraftingMember)]
 
     def _pace(self, size: int) -> Pace:
         """Return the chooser of draft lengths for a batch of this size."""
@@ -216,23 +251,25 @@ class SpeculativeBatch(Batch):
 
     def _take_in(self) -> None:
         super()._take_in()
-        for member in self._members:
-            if member.draft is None or member.kv is None or member.draft_kv is not None:
+        for member in self._drafting_members:
+            if member.draft is None or member.kv is None or member.model_draft is not None:
                 continue
             drafter = member.draft.drafter
             if not isinstance(drafter, ModelDrafter):
                 continue
             try:
-                member.draft_kv = self._own(drafter.cache.layers, drafter.position)
+                kv = self._own(drafter.layers, drafter.position)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.drop_draft(str(error))
+            else:
+                member.model_draft = ModelDraft(drafter, kv)
 
     def _may_run_ahead(self) -> bool:
         return super()._may_run_ahead() and self._windows() is None
 
     def _windows(self) -> Windows | None:
         """Choose the length of every draft; None: none pays at this batch size."""
-        running = [member for member in self._members if member.kv is not None]
+        running = [member for member in self._drafting_members if member.kv is not None]
         drafting = [member for member in running if member.draft is not None]
         if not drafting:
             return None
@@ -253,12 +290,13 @@ class SpeculativeBatch(Batch):
 
     def _roll_back(self) -> None:
         """Take back the KV of what was drafted and not accepted, or of a round that failed."""
-        for member in self._members:
+        for member in self._drafting_members:
             if member.kv is None:
                 continue
             member.kv.num_run = len(member.tokens) - 1
-            if member.draft_kv is not None:
-                member.draft_kv.num_run = min(member.draft_kv.num_run, member.kv.num_run)
+            if member.model_draft is not None:
+                draft_kv = member.model_draft.kv
+                draft_kv.num_run = min(draft_kv.num_run, member.kv.num_run)
 
     def _round(self, windows: Windows) -> tuple[list[Member], TokenReader]:
         """Queue a round; return its sequences, and a function that waits for their tokens."""
@@ -268,8 +306,8 @@ class SpeculativeBatch(Batch):
         # Plan. The target adds a token to the drafted ones.
         members = []
         to_draft: Windows = {}
-        for member in self._members:
-            window = min(windows.get(member, 0), member.answer.num_left - 1)
+        for member in self._drafting_members:
+            window = min(windows.get(member, 0), member.own_answer.num_left - 1)
             if member.goes_on and self._has_room(member, 1 + window):
                 members.append(member)
                 if window:
@@ -287,9 +325,9 @@ class SpeculativeBatch(Batch):
         for last_token, of_member in zip(last_tokens.split(1), drafted, strict=True):
             ids += [last_token, of_member.tokens]
         counts = [1 + len(of_member.tokens) for of_member in drafted]
-        logits = self._runner.run(torch.cat(ids), [member.kv for member in members], counts)
+        logits = self._runner.run(torch.cat(ids), [member.own_kv for member in members], counts)
         decisions = [
-            _decide(member.answer, of_member, rows)
+            _decide(member.own_answer, of_member, rows)
             for member, of_member, rows in zip(members, drafted, logits.split(counts), strict=True)
         ]
         read = fetch(RoundResult.pack(decisions, drafted))
@@ -303,7 +341,7 @@ class SpeculativeBatch(Batch):
                 self._learn(member, result)
             return [result.new_tokens for result in results]
 
-        return members, read_tokens
+        return [*members], read_tokens
 
     def _learn(self, member: DraftingMember, result: RoundResult) -> None:
         """Count a round of one answer."""
@@ -320,25 +358,27 @@ class SpeculativeBatch(Batch):
         windows_by_runner: dict[BatchRunner, Windows] = {}
         for member, window in windows.items():
             draft = member.draft
-            kv = member.draft_kv
+            assert draft is not None, "only answers with drafts have windows"
+            by_model = member.model_draft
             num_known = len(member.tokens) - 1
             try:
-                if kv is None:
+                if by_model is None:
                     # Without a model, such as a lookup.
-                    proposal = draft.drafter.propose(member.tokens, Tree.chain(window))
+                    proposal = draft.own_drafter.propose(member.tokens, Tree.chain(window))
                     tokens = to_device(proposal.tokens, self._parts.device, torch.int64)
                     drafted[member] = Drafted(tokens, torch.ones_like(tokens), proposal.q)
                     continue
+                kv = by_model.kv
                 kv.make_room(num_known + window - kv.num_run)
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
             if draft.runs(self._parts):
                 # The target drafts itself: it has the KV of the tokens so far.
-                kv.num_run = member.num_copied
-                kv.copy_newest(member.kv, num_known - kv.num_run)
-                member.num_copied = num_known
-            runner = self._runner_of(draft.drafter.parts)
+                kv.num_run = by_model.num_copied
+                kv.copy_newest(member.own_kv, num_known - kv.num_run)
+                by_model.num_copied = num_known
+            runner = self._runner_of(by_model.drafter.parts)
             windows_by_runner.setdefault(runner, {})[member] = window
         for runner, windows_of_model in windows_by_runner.items():
             drafted |= _draft_chains(runner, windows_of_model)
@@ -359,7 +399,7 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
     Answers leave the passes by their windows.
     """
     # The longest windows first: those that still draft are then the first rows of every pass.
-    members = sorted(windows, key=windows.get, reverse=True)
+    members = sorted(windows, key=windows.__getitem__, reverse=True)
     levels = _draft_levels(runner, members, windows)
 
     drafted = {}
@@ -367,9 +407,9 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
         of_member = levels[: windows[member]]
         tokens = torch.stack([level.choice.tokens[row] for level in of_member])
         are_finite = torch.stack([level.choice.are_finite[row] for level in of_member])
-        q = None
-        if of_member[0].distributions[row] is not None:
-            q = torch.stack([level.distributions[row] for level in of_member])
+        drawn_from = [level.distributions[row] for level in of_member]
+        rows = [distribution for distribution in drawn_from if distribution is not None]
+        q = torch.stack(rows) if rows else None
         drafted[member] = Drafted(tokens, are_finite.long(), q)
     return drafted
 
@@ -390,8 +430,8 @@ def _draft_levels(
     runner: BatchRunner, members: list[DraftingMember], windows: Windows
 ) -> list[_Level]:
     """Draft token after token for answers whose windows descend."""
-    drafter = members[0].draft.drafter
-    kvs = [member.draft_kv for member in members]
+    vocab_size = members[0].drafting_model.drafter.vocab_size
+    kvs = [member.drafting_model.kv for member in members]
     levels: list[_Level] = []
     for depth in range(windows[members[0]]):
         drafting = [member for member in members if windows[member] > depth]
@@ -400,10 +440,10 @@ def _draft_levels(
         else:
             previous = levels[-1].choice.tokens
             logits = runner.run(previous[: len(drafting)], kvs[: len(drafting)])
-        logits = logits[:, : drafter.vocab_size]
-        logits = _penalised(logits, [member.answer for member in drafting], levels)
-        samplings = [member.answer.sampling for member in drafting]
-        indices = [member.answer.next_index + depth for member in drafting]
+        answers = [member.own_answer for member in drafting]
+        logits = _penalised(logits[:, :vocab_size], answers, levels)
+        samplings = [answer.sampling for answer in answers]
+        indices = [answer.next_index + depth for answer in answers]
         levels.append(_Level(*choose_each(logits, samplings, indices, PURPOSE_DRAFT)))
     return levels
 
@@ -413,8 +453,8 @@ def _run_missing(runner: BatchRunner, members: list[DraftingMember]) -> Tensor:
 
     Return the logits after the last of each, ``[R, Vq]``.
     """
-    parts = members[0].draft.drafter.parts
-    kvs = [member.draft_kv for member in members]
+    parts = members[0].drafting_model.drafter.parts
+    kvs = [member.drafting_model.kv for member in members]
     ids = []
     counts = []
     for member, kv in zip(members, kvs, strict=True):
@@ -437,7 +477,7 @@ def _penalised(logits: Tensor, answers: list[Answer], levels: list[_Level]) -> T
     for row, answer in enumerate(answers):
         if answer.penalties is None:
             continue
-        drafted = ()
+        drafted: Tensor | tuple[()] = ()
         if levels:
             drafted = torch.cat([level.choice.tokens[row : row + 1] for level in levels])
         rows[row] = answer.penalties.penalised(rows[row], answer.tokens, drafted)

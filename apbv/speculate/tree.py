@@ -53,8 +53,10 @@ class Tree:
             max_children: the largest number of a node's children: the size of the vocabulary.
         """
         # Ranks, from the root on.
-        paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]
-        heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
+        longest = min(num_drafted, max_depth)
+        paths: list[tuple[int, ...]] = [(0,) * depth for depth in range(1, longest + 1)]
+        # (depth + sum of ranks, -depth, path)
+        heap: list[tuple[int, int, tuple[int, ...]]] = [(1, -1, (0,))]
         while len(paths) < num_drafted and heap:
             cost, _, path = heappop(heap)
             *above, rank = path
