@@ -170,19 +170,20 @@ def why_not_library(
 
 
 @cache
-def is_bottom_right(name: str, *problem) -> bool:
+def is_bottom_right(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
+) -> bool:
     """Return whether a library's causal mask ends at the last key, also with fewer queries.
 
     Then the last query sees all keys. Other libraries let the first query see the first key only:
     the actual behaviour is tested.
 
     Args:
-        name: a key of :data:`ATTEND`.
-        problem: the device, dtype, head_dim and groups.
+        name, device, dtype, head_dim, groups: see :func:`usable`.
     """
-    if usable(name, *problem) is not None:
+    if usable(name, device, dtype, head_dim, groups) is not None:
         return False
-    return probe(ATTEND[name], *problem, _FEWER_QUERIES) is None
+    return probe(ATTEND[name], device, dtype, head_dim, groups, _FEWER_QUERIES) is None
 
 
 @torch.no_grad()

@@ -367,7 +367,10 @@ def merge_states(
             too short.
         BackendError: the backend cannot be used here.
     """
-    partials = [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
+    if isinstance(outs, Tensor) and isinstance(lses, Tensor):
+        partials = [(outs, lses)]
+    else:
+        partials = list(zip(outs, lses, strict=True))
     for partial, lse in partials:
         shape = list(partial.shape)
         lse_shape = list(lse.shape)

@@ -97,7 +97,7 @@ class PackedSequences:
         if len(distinct_lengths) == 1:
             return [(distinct_lengths[0], None)]
 
-        groups = []
+        groups: list[tuple[int, Tensor | None]] = []
         for length in distinct_lengths:
             starts_of_length = starts[lengths == length]
             rows = (starts_of_length[:, None] + torch.arange(length)).flatten()

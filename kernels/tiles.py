@@ -78,7 +78,9 @@ def gpu_of(device: torch.device) -> tuple[str, str, str]:
     if device.type != "cuda":
         return "none", kind_of(9, 227 * 1024), "any"
     properties = torch.cuda.get_device_properties(device)
-    kind = kind_of(properties.major, properties.shared_memory_per_block_optin)
+    # torch's stub lacks this field.
+    shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    kind = kind_of(properties.major, shared_memory)
     return properties.name, kind, "any"
 
 

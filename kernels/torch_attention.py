@@ -291,6 +291,7 @@ def varlen_attention(
         if result is None:
             result = q.new_empty(q.shape)
         result.index_copy_(0, rows, out)
+    assert result is not None, "there are rows"
     return result
 
 

@@ -116,6 +116,7 @@ def _attend_listed(
             lse = part_lse.new_full((batch * heads, tokens), float("-inf"))
         flat_out[i_head[:, None], o_q] = part[:, 0].to(out.dtype)
         lse[i_head[:, None], o_q] = part_lse[:, 0]
+    assert lse is not None, "there are blocks of queries"
     return out, lse.view(batch, heads, tokens)
 
 

@@ -41,9 +41,9 @@ def merge_finite(
         longest = max(outs, key=lambda partial: partial.shape[2])
         out = torch.empty_like(longest, dtype=wide)
     queries = out.shape[2]
-    lses = _padded(lses, queries)
-    highest = lses.amax(dim=0).clamp_min(torch.finfo(wide).min)
-    weights = torch.exp(lses - highest)
+    padded = _padded(lses, queries)
+    highest = padded.amax(dim=0).clamp_min(torch.finfo(wide).min)
+    weights = torch.exp(padded - highest)
     sums = weights.cumsum(dim=0)
     lse = highest + sums[-1].log()  # log(0) is the -inf of queries that saw nothing
     steps = (weights / sums.clamp_min_(torch.finfo(wide).tiny))[..., None]
@@ -69,7 +69,9 @@ def merge_finite(
     return out, lse
 
 
-def _merge_piece(target: Tensor, pieces: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+def _merge_piece(
+    target: Tensor, pieces: Sequence[Tensor], steps: Sequence[Tensor] | Tensor
+) -> None:
     """Write the mean of pieces, each a step of the way from the mean of those before, to target."""
     wide = steps[0].dtype
     if len(pieces) == 1:

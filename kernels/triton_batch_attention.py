@@ -45,9 +45,10 @@ def batch_decode_attention(
     heads, rows, dim = q.shape[1:]
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    table = buffers
     if isinstance(buffers, SequenceBuffers):
         table = _table_of(buffers, q.device)
+    else:
+        table = buffers
     num_sequences = len(table.lengths)
 
     # The grid. The CPU does not know which sequences are long: each could occupy all SMs. The extra

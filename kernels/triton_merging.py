@@ -36,7 +36,7 @@ def merge_states(
     Nothing is copied where D's stride is 1. Partial results in one tensor are a single stack,
     ``[N, B, H, S, D]``; of separate tensors each is a stack of one.
     """
-    if isinstance(outs, Tensor):
+    if isinstance(outs, Tensor) and isinstance(lses, Tensor):
         out_stacks = [with_contiguous_rows(outs)]
         lse_stacks = [lses]
     else:
