@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         print(summary(batch), file=sys.stderr, flush=True)
         if batch.num_failed:
             report_error(failures(batch, options.out))
-        if batch.was_stopped:
+        if batch.was_stopped and batch.stopped_by is not None:
             statuses.append(128 + batch.stopped_by)
         elif batch.num_failed:
             statuses.append(1)

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -185,8 +185,8 @@ class OptionParser(argparse.ArgumentParser):
         self.register("action", "store", _StoreOnce)
 
     def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ):
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """Parse as argparse does; see the class."""
         self._given.clear()
         return super().parse_known_args(args, namespace)
@@ -251,13 +251,13 @@ def _field_of(setting: Setting) -> Field:
 
 
 def reading(
-    kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]
+    kind: Callable[[str], Any], says: str, may_be: Callable[[Any], object]
 ) -> Callable[[str], Any]:
     """Make an argparse type that rejects invalid values.
 
     Args:
         says: the requirement, for the error message.
-        may_be: checks a value, or the text itself if it cannot be converted.
+        may_be: checks a value, or the text itself if it cannot be converted; true if it may be.
     """
 
     def value_of(text: str) -> Any:
@@ -272,7 +272,9 @@ def reading(
     return value_of
 
 
-def positive(kind: type = float, most: float = sys.float_info.max) -> Callable[[str], float]:
+def positive(
+    kind: type[int] | type[float] = float, most: float = sys.float_info.max
+) -> Callable[[str], float]:
     """Make an argparse type for numbers above 0 and up to ``most``."""
     limit = "" if most == sys.float_info.max else f", at most {most:g}"
     says = f"be a positive {'integer' if kind is int else 'number'}{limit}"
@@ -537,11 +539,17 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         os._exit(128 + signal.SIGINT)  # a normal exit would wait for a running collective
 
 
-def _formatted_warning(message, category, *place) -> str:
+def _formatted_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
     """Format a user warning as one line.
 
     Others, such as deprecations, are formatted with their place in the code.
     """
     if category is UserWarning:
         return f"warning: {message}\n"
-    return _FORMAT(message, category, *place)
+    return _FORMAT(message, category, filename, lineno, line)

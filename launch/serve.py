@@ -13,7 +13,7 @@ must be longer than --grace), and always exits with 1.
 import argparse
 import os
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,12 @@ def parse_arguments(
         metavar="KEY",
         help="required of clients (default: $APBV_API_KEY, or none)",
     )
-    origins = {"type": _ORIGIN, "action": "append", "default": [], "metavar": "ORIGIN"}
+    origins: dict[str, Any] = {
+        "type": _ORIGIN,
+        "action": "append",
+        "default": [],
+        "metavar": "ORIGIN",
+    }
     http.add_argument("--cors-origin", **origins, help="web page origin that may call; or *")
     http.add_argument(
         "--grace",
@@ -159,6 +164,7 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     )
     for each in fields(ServerSettings):
         if "about" in each.metadata:
+            assert each.default is not MISSING, "a limit has a default"
             _add_limit(requests, each.name, each.default, each.metadata["about"])
     requests.add_argument(
         "--media-dir", type=Path, metavar="DIR", help="files for requests, on every host"
