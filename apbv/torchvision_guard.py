@@ -48,7 +48,9 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             # There is a loader for each search; all else that one can be asked stays as it is.
-            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
+            # Of this loader alone, not of its class.
+            execute = partial(self._execute, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
         return spec
 
     def _execute(self, execute, module) -> None:

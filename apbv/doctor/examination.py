@@ -133,6 +133,13 @@ def _examine(check: Check, hosts: HostGroup) -> Found:
     return result
 
 
+def _anew(hosts: HostGroup) -> HostGroup:
+    """Make a new group of all hosts; collective."""
+    group = hosts.subgroup(range(hosts.size))
+    assert group is not None, "this host is one of them"
+    return group
+
+
 class Examination:
     """Runs checks on all hosts of a group; every method is collective.
 
@@ -155,7 +162,7 @@ class Examination:
         self._limit = limit
         self._file = file
         self.stuck: str | None = None
-        self._examined = hosts.subgroup(range(hosts.size))
+        self._examined = _anew(hosts)
 
     def run(self, parts: Mapping[str, Iterable[Check]]) -> list[Result]:
         """Run all checks of some parts, which are the same on every host, and write the page."""
@@ -199,7 +206,7 @@ class Examination:
         """Examine a new group from now on, or nothing any more where a host cannot make it."""
         obstacle = None
         try:
-            self._examined = self._hosts.subgroup(range(self._hosts.size))
+            self._examined = _anew(self._hosts)
         except Exception as error:  # a GPU that has failed before may raise any error
             obstacle = _first_line(error)
         obstacles = self._hosts.gather_json(obstacle)

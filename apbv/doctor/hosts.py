@@ -70,7 +70,9 @@ def fused_kernels(hosts: HostGroup) -> Found:
         if hasattr(module, "is_fused"):
             fused.add(kind_of(module))
     unfused = [kind for kind in FusedKind if kind not in fused]
-    if unfused and choose("auto", parts.embed_tokens.weight) == "triton":
+    weight = parts.embed_tokens.weight
+    assert isinstance(weight, Tensor), "embeddings are a matrix"
+    if unfused and choose("auto", weight) == "triton":
         raise CheckFailed(f"{', '.join(unfused)} take several kernels each")
     state = "recognized" if unfused else "one kernel each"
     return f"{', '.join(FusedKind)}: {state}", {}

@@ -120,10 +120,10 @@ def check_backend(name: str, hosts: HostGroup) -> Found:
     # Decide. A backend that works with some dtypes may raise an error with those for which it was
     # not built.
     failures = []
-    for dtype, reason in faults.items():
+    for dtype_at_fault, reason in faults.items():
         is_not_built = bool(working) and _RAISED in reason
         if not is_not_built:
-            failures.append(f"{dtype}: {reason}")
+            failures.append(f"{dtype_at_fault}: {reason}")
     if failures:
         raise CheckFailed("; ".join(failures))
     if not working:
@@ -131,8 +131,8 @@ def check_backend(name: str, hosts: HostGroup) -> Found:
 
     # Describe.
     parts = [", ".join(working)]
-    for dtype, reason in faults.items():
-        parts.append(f"not built for {dtype} ({reason})")
+    for dtype_at_fault, reason in faults.items():
+        parts.append(f"not built for {dtype_at_fault} ({reason})")
     if limits:
         parts.append(f"else {limits[0]}")
     return "; ".join(parts), {"dtypes": working}

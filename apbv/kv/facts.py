@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class ModelIdentity:
     weights_sha256: str
 
     @classmethod
-    def of(cls, other: "ModelIdentity") -> "ModelIdentity":
+    def of(cls, other: "ModelIdentity") -> Self:
         """Take this class's fields from a larger description."""
         values = {field.name: getattr(other, field.name) for field in fields(cls)}
         return cls(**values)

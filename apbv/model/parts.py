@@ -509,11 +509,11 @@ class ModelParts:
         tiles = torch.empty(num_tiles, num_patches, 1, device="meta")
         return len(self._packed_image(tiles, size, torch.empty(1, device="meta")))
 
-    def image_cells(self, size: Tensor) -> Tensor | None:
+    def image_cells(self, size: Tensor | None) -> Tensor | None:
         """Number the 2 x 2 cells of patches in an image of a LLaVA model.
 
         Args:
-            size: ``[2]``, height and width of the image.
+            size: ``[2]``, height and width of the image; None: unknown, and not needed.
 
         Returns:
             For each of its visual tokens the number of its cell, within its tile; -1 for a class
@@ -525,6 +525,7 @@ class ModelParts:
         cell_of_side = torch.arange(side) // 2
         cells = (cell_of_side[:, None] * side + cell_of_side).flatten()
         if self.family in _NEXT_FAMILIES:
+            assert size is not None, "the processor gives the sizes of images in tiles"
             first_cells = torch.arange(self._num_tiles(size)) * side**2
             # The model's own packing moves and cuts off numbers as it does embeddings.
             tiles = (first_cells[:, None] + cells).double()[..., None]

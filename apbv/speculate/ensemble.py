@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
@@ -233,10 +234,18 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
     stacked = DynamicCache()
     for index in range(len(caches[0].layers)):
         layers = [cache.layers[index] for cache in caches]
-        keys = torch.cat([pad(layer.keys) for layer in layers])
-        values = torch.cat([pad(layer.values) for layer in layers])
+        kv = [_kv_of(layer) for layer in layers]
+        keys = torch.cat([pad(keys) for keys, _ in kv])
+        values = torch.cat([pad(values) for _, values in kv])
         stacked.update(keys, values, index)
     return stacked
+
+
+def _kv_of(layer: object) -> tuple[Tensor, Tensor]:
+    """Return the KV of a layer that has read a prompt."""
+    assert isinstance(layer, DynamicLayer), "drafts are no hybrids"
+    assert layer.keys is not None and layer.values is not None, "it has read a prompt"
+    return layer.keys, layer.values
 
 
 class EnsembleDrafter(ModelDrafter):
@@ -294,20 +303,20 @@ class EnsembleDrafter(ModelDrafter):
         q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
-            self._adapt()
+            self._adapt(self._policy)
         return (self.weights @ q[:, -1]).log()[None] * temperature
 
-    def _adapt(self) -> None:
+    def _adapt(self, policy: AdaptedWeights) -> None:
         """Learn from tokens verified since the latest block, if any, and choose new weights."""
         if not self._verified:
             return
         temperature = self._config.temperature or 1.0
         for logits, q in zip(self._verified, self._predictions, strict=False):
             p = torch.softmax(logits.to(q) / temperature, dim=-1)
-            self._policy.learn(p[: q.shape[-1]], q)
+            policy.learn(p[: q.shape[-1]], q)
         del self._predictions[: len(self._verified)]
         self._verified.clear()
-        self.weights = self._policy.choose()
+        self.weights = policy.choose()
 
     def _roll_back(self, tokens: Sequence[int]) -> list[int]:
         num_before = self._num_cached

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -54,7 +55,7 @@ class Admission:
         self._weights_sha256 = weights_digest(rows)
 
         # Gives the rotary positions if they depend on video and images; None: they are 0, 1, 2...
-        self._model = None
+        self._model: PositionedModel | None = None
         if model_config.uses_mrope:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
@@ -183,7 +184,16 @@ def _require_visual(request: Request, saved: Saved) -> None:
             )
 
 
-def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Module:
+class PositionedModel(Protocol):
+    """vLLM's model whose rotary positions depend on video and images."""
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list
+    ) -> tuple[Tensor, int]:
+        """Return the positions ``[3, n]`` of a prompt, and their distance to the tokens' number."""
+
+
+def without_weights(model_class: type[torch.nn.Module], config) -> Any:
     """Make a vLLM model without weights, whose rotary positions depend on its config alone."""
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)

@@ -69,42 +69,52 @@ class ApbvConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._scheduling is not None:
             self._scheduling.close()
-        else:
+        if self._loading is not None:
             self._loading.close()
 
     # The scheduler's half.
 
+    @property
+    def _own_scheduling(self) -> Scheduling:
+        assert self._scheduling is not None, "vLLM calls this for its scheduler"
+        return self._scheduling
+
     def on_new_request(self, request: Request) -> None:
-        self._scheduling.add(request)
+        self._own_scheduling.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        count = self._scheduling.count_tokens(request, num_computed_tokens)
+        count = self._own_scheduling.count_tokens(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduling.allocated(request, blocks, num_external_tokens)
+        self._own_scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
-        return self._scheduling.take_metadata(scheduler_output)
+        return self._own_scheduling.take_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.update(connector_output)
+        self._own_scheduling.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduling.remove(request.request_id)
+        self._own_scheduling.remove(request.request_id)
         return False, None
 
     # The worker's half.
 
+    @property
+    def _own_loading(self) -> Loading:
+        assert self._loading is not None, "vLLM calls this for a worker"
+        return self._loading
+
     def start_load_kv(self, forward_context, **kwargs) -> None:
-        self._loading.step(self._get_connector_metadata())
+        self._own_loading.step(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._loading.take_results()
+        return self._own_loading.take_results()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, because a request does not run before all its layers are loaded."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Condition
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,6 +106,7 @@ class Fetch:
     def timeline(self) -> str:
         """Describe the timing of a load whose layers are all in place now."""
         now = time.time()
+        assert self.first is not None and self.last is not None, "all layers have arrived"
         return (
             f"fetch began at {self.began:.6f}; first layer {self.first - self.began:.6f}, all "
             f"{self.last - self.began:.6f}, in place {now - self.began:.6f} s"
@@ -125,6 +127,20 @@ def _copy_by_token(states: Tensor) -> Tensor:
     return states.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
+class AttentionLayer(Protocol):
+    """vLLM's attention layer.
+
+    Attributes:
+        kv_cache: its part of the paged cache.
+        num_kv_heads: of this worker.
+        impl: the backend, which writes to the cache.
+    """
+
+    kv_cache: Tensor
+    num_kv_heads: int
+    impl: Any
+
+
 class PagedWriter:
     """Writes the layers of one request into its blocks, in order.
 
@@ -134,7 +150,7 @@ class PagedWriter:
         block_size: tokens of a block.
     """
 
-    def __init__(self, load: Load, layers: list[torch.nn.Module], block_size: int):
+    def __init__(self, load: Load, layers: list[AttentionLayer], block_size: int):
         self._layers = iter(layers)
         tokens = torch.arange(load.tokens.start, load.tokens.stop)
         blocks = torch.tensor(load.block_ids, dtype=torch.int64)
@@ -155,7 +171,9 @@ class Loading:
     def __init__(self, vllm_config: VllmConfig, group: KVCacheGroupSpec):
         modules = vllm_config.compilation_config.static_forward_context
         names = sorted(group.layer_names, key=extract_layer_index)
-        self._layers = {extract_layer_index(name): modules[name] for name in names}
+        self._layers: dict[int, AttentionLayer] = {
+            extract_layer_index(name): modules[name] for name in names
+        }
         self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
         self._block_size = group.kv_cache_spec.block_size
         self._arrival = Condition()  # of a layer of any load

@@ -1,7 +1,7 @@
 """Sources of a request's KV: a saved directory, or hosts that export it."""
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...kv.remote import RemoteKV
 from ...kv.storage import SavedKV
 from ...kv.ticket import Ticket
 
-Layers = Iterator[tuple[Tensor, Tensor]]
+Layers = Generator[tuple[Tensor, Tensor], None, None]
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
 
