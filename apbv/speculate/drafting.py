@@ -150,8 +150,10 @@ class Drafting:
         config = self._config
         if config is not None:
             require_consistent(config, prefill, self._hosts, self._captioner is not None)
-        if model is None and draft is None:
-            raise InvalidConfigError("give a model, a draft model, or both")
+        if self.drafts_only and draft is None:
+            raise InvalidConfigError("give the draft host a draft model")
+        if not self.drafts_only and model is None:
+            raise InvalidConfigError("give a model: only a draft host goes without one")
         models = Models(
             target=None if model is None else inspect_model(model, prefill.backend, decode),
             draft=None if draft is None else inspect_model(draft, prefill.backend, decode),

@@ -9,6 +9,7 @@ import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
+from apbv.errors import InvalidConfigError
 from apbv.input.request import Question, Request
 from apbv.prefilling.reduction.choosing import keep_even
 from apbv.stats import StageTimer
@@ -312,6 +313,33 @@ REFUSED = [
     ({"strategy": "vanilla"}, "qwen3_vl", "it reads qwen3_vl"),
     ({"keep_ratio": 0.1, "keep_tokens": 64}, None, "give one of them"),
 ]
+
+
+def test_a_host_that_runs_the_target_needs_it():
+    draft = families.build_model("qwen2_5_vl")
+    for speculate in (None, SpeculativeConfig(strategy="vanilla")):
+        with pytest.raises(InvalidConfigError, match="only a draft host goes without one"):
+            Engine(
+                None,
+                families.build_processor("qwen2_5_vl"),
+                HostGroup.single(),
+                speculate=speculate,
+                draft=draft,
+            )
+
+
+def draft_host_without_model_job(hosts: HostGroup) -> str:
+    model = families.build_model("qwen2_5_vl")
+    processor = families.build_processor("qwen2_5_vl")
+    speculate = SpeculativeConfig(strategy="vanilla", draft_host=True)
+    with pytest.raises(InvalidConfigError) as caught:
+        Engine(model, processor, hosts, speculate=speculate)
+    return str(caught.value)
+
+
+def test_a_draft_host_needs_a_draft(pool):
+    for message in pool.run(2, draft_host_without_model_job):
+        assert "give the draft host a draft model" in message
 
 
 def test_what_cannot_work_is_refused(capsys):
