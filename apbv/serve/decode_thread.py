@@ -16,7 +16,7 @@ from ..decode.answer import begin_answer
 from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..errors import RequestCancelled
-from ..speculate.decode_loops import PrefilledRequest
+from ..speculate.decode_loop import PrefilledRequest
 from .answer_stream import AnswerStream
 from .output import AnswerOutput, Failure
 from .work_order import WorkOrder
@@ -164,7 +164,9 @@ class DecodeThread:
         failure = member.error
         if failure is None:
             try:
-                stream.finish(member.tokens, member.finish_reason, member.summary())
+                stream.finish(
+                    member.tokens, member.logprobs, member.finish_reason, member.summary()
+                )
             except Exception as error:
                 failure = error
         if failure is not None:

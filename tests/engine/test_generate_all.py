@@ -43,12 +43,12 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     join = Batch.join
     num_joined = 0
 
-    def joined(batch, state, request, draft=None):
+    def joined(batch, answer, draft=None):
         nonlocal num_joined
-        if request.sampling.seed == LOST:
+        if answer.sampling.seed == LOST:
             raise RuntimeError("out of memory")
         num_joined += 1
-        return join(batch, state, request, draft)
+        return join(batch, answer, draft)
 
     with mock.patch.object(Batch, "join", joined):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
