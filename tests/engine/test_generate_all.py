@@ -1,6 +1,7 @@
 """Several questions at once, and answers in pieces: each is that of the question alone, on every
 host."""
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
 from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.speculate.strategies import draft_batching_obstacle
+from apbv.stats import StageTimer
 
 import families
 from engines import build_engine
@@ -119,6 +121,41 @@ def test_drafts_that_draft_alone(strategy, settings, why):
     assert why in draft_batching_obstacle(config)
     with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
         SpeculativeBatch(inspect_model(families.build_model("llama")), config)
+
+
+def closed_job(hosts: HostGroup) -> tuple[list[int], bool, list[int]]:
+    """The answers before the iterator is closed, whether stages are left open, and an answer."""
+    engine = build_engine(hosts, "llama")
+    questions = [
+        {"prompt": prompt, "sampling": SamplingParams(max_new_tokens=length)}
+        for prompt, length in (("What?", 2), ("Who?", 200), ("Why?", 200))
+    ]
+    open_stages = 0
+    stage = StageTimer.stage
+
+    @contextmanager
+    def counted(timer, name):
+        nonlocal open_stages
+        open_stages += 1
+        try:
+            with stage(timer, name):
+                yield
+        finally:
+            open_stages -= 1
+
+    with mock.patch.object(StageTimer, "stage", counted):
+        answers = engine.generate_all(questions)
+        number, _ = next(answers)
+        assert open_stages > 0
+        answers.close()
+    return number, open_stages, engine.generate("What?", max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_an_iterator_that_is_closed_early_leaves_no_stage_open(pool, num_hosts):
+    found = pool.run(num_hosts, closed_job)
+    assert [(number, left) for number, left, _ in found] == [(0, 0)] * num_hosts
+    assert all(tokens == found[0][2] for *_, tokens in found)
 
 
 def exhausted(pieces):
