@@ -1,7 +1,6 @@
 """Several questions at once, and answers in pieces: each is that of the question alone, on every
 host."""
 
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -133,17 +132,23 @@ def closed_job(hosts: HostGroup) -> tuple[list[int], bool, list[int]]:
     open_stages = 0
     stage = StageTimer.stage
 
-    @contextmanager
-    def counted(timer, name):
-        nonlocal open_stages
-        open_stages += 1
-        try:
-            with stage(timer, name):
-                yield
-        finally:
-            open_stages -= 1
+    class Counted:
+        """A stage that only leaving it ends, not its collection as garbage."""
 
-    with mock.patch.object(StageTimer, "stage", counted):
+        def __init__(self, timer, name):
+            self._stage = stage(timer, name)
+
+        def __enter__(self):
+            nonlocal open_stages
+            open_stages += 1
+            return self._stage.__enter__()
+
+        def __exit__(self, *error):
+            nonlocal open_stages
+            open_stages -= 1
+            return self._stage.__exit__(*error)
+
+    with mock.patch.object(StageTimer, "stage", lambda *named: Counted(*named)):
         answers = engine.generate_all(questions)
         number, _ = next(answers)
         assert open_stages > 0
