@@ -6,7 +6,6 @@ All hosts answer a question together.
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,9 +32,12 @@ from .errors import (
 from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import HostGroup
+from .input.files import KnownVideos
 from .input.prompt_reader import PromptReader
-from .input.request import Question, Request
+from .input.request import Callbacks, Question, Request
+from .input.sink import AnswerSink, StopFunction
 from .input.tokenized_prompt import SampledVideo
+from .logprobs import TokenLogprobs
 from .model.attention import apbv_attention
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .model.parts import ModelParts, hybrid_family
@@ -48,7 +50,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .reporting import warn_caller, warn_renamed
 from .speculate import Autoregressive, Captioner, Drafting
-from .speculate.decode_loops import DecodedAnswer, PrefilledRequest
+from .speculate.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
 from .speculate.strategies import draft_batching_obstacle
 from .stats import StageTimer, provenance
 
@@ -58,6 +60,27 @@ _WARM_UP_WORDS = 60
 _WARM_UP_TOKENS = 8
 # Steps of a batch between two looks at whether an answer has ended on another host.
 _STEPS_PER_ROUND = 8
+
+
+@dataclass(frozen=True)
+class _GuardedSink(AnswerSink):
+    """A sink whose errors do not leave it: the first one ends the answer.
+
+    Attributes:
+        sink: the caller's; None: there is none, and only errors of other callbacks end the answer.
+        call: calls a function, notes its error, and returns its value, or whether there was an
+            error.
+    """
+
+    sink: AnswerSink | None
+    call: Callable[..., Any]
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+        take = None if self.sink is None else self.sink.take
+        return self.call(take, tokens, logprobs)
+
+    def is_cancelled(self) -> bool:
+        return self.call(None if self.sink is None else self.sink.is_cancelled)
 
 
 @dataclass(frozen=True)
@@ -108,6 +131,32 @@ class _EndedAnswer:
         if failure is not None:
             failure = ErrorReport.from_json(failure)
         return cls(**{**record, "failure": failure})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EngineState:
+    """All that an engine consists of; see the attributes of :class:`Engine`.
+
+    Attributes:
+        decode_loop: decodes the answers, on the hosts that answer together.
+        prefiller: reads requests and prefills them, on the same hosts.
+    """
+
+    model: PreTrainedModel | None
+    draft_model: PreTrainedModel | None
+    processor: Any
+    name: str
+    parts: ModelParts
+    prefill_config: PrefillConfig
+    speculative_config: SpeculativeConfig | None
+    reuse_config: ReuseConfig | None
+    sampling: SamplingParams
+    num_frames: int
+    tokenizer: Any
+    videos: KnownVideos
+    prefills: bool
+    decode_loop: DecodeLoop
+    prefiller: Prefiller
 
 
 class Engine:
@@ -173,36 +222,75 @@ class Engine:
         was_asked_for = config.method != PrefillConfig.method
         if was_asked_for and runs_as != config.method:
             warn_caller(f"on one host {config.method} is the same as full: that runs")
-        self.model = model
-        self.draft_model = draft
-        self.processor = processor
-        self.prefill_config = config
-        self.speculative_config = speculate
-        self.reuse_config = reuse
-        self.parts = models.reading
-        self.name = name or type(self.parts.model).__name__
-        self.num_frames = default_num_frames(processor)
-        reader = PromptReader(self.parts, processor, self.num_frames, config)
-        self.tokenizer = reader.tokenizer
-        self.videos = reader.videos
-        self._decode_loop = drafting.decode_loop(models, self.tokenizer)
-        self.hosts = self._decode_loop.hosts
-        self.prefills = not drafting.drafts_only
-        if self.prefills and self.hosts.num_processes > 1:
+        # Read prompts.
+        parts = models.reading
+        num_frames = default_num_frames(processor)
+        reader = PromptReader(parts, processor, num_frames, config)
+
+        # Decode.
+        decode_loop = drafting.decode_loop(models, reader.tokenizer)
+        prefills = not drafting.drafts_only
+        if prefills and decode_loop.hosts.num_processes > 1:
             # For which a prompt would wait, when the hosts compare it.
-            _ = self.parts.weights_sample
+            _ = parts.weights_sample
         with hosts.local_stage("reading the generation config"):
-            sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
-        self.sampling = drafting.agree(sampling)
-        self.max_new_tokens = self.sampling.max_new_tokens
-        self._prefiller = Prefiller(
+            sampling = default_sampling(parts.model, parts.decode.generation_config)
+
+        # Prefill.
+        prefiller = Prefiller(
             reader,
-            self.hosts,
+            decode_loop.hosts,
             config,
             None if reuse is None or model is None else Reuse(reuse),
             reads_all_frames=draft is not None,
             require_readable=None if speculate is None else drafting.require_readable,
         )
+        self._take(
+            _EngineState(
+                model=model,
+                draft_model=draft,
+                processor=processor,
+                name=name or type(parts.model).__name__,
+                parts=parts,
+                prefill_config=config,
+                speculative_config=speculate,
+                reuse_config=reuse,
+                sampling=drafting.agree(sampling),
+                num_frames=num_frames,
+                tokenizer=reader.tokenizer,
+                videos=reader.videos,
+                prefills=prefills,
+                decode_loop=decode_loop,
+                prefiller=prefiller,
+            )
+        )
+
+    def _take(self, state: "_EngineState") -> None:
+        """Set all attributes."""
+        self._state = state
+        self.model = state.model
+        self.draft_model = state.draft_model
+        self.processor = state.processor
+        self.name = state.name
+        self.parts = state.parts
+        self.prefill_config = state.prefill_config
+        self.speculative_config = state.speculative_config
+        self.reuse_config = state.reuse_config
+        self.sampling = state.sampling
+        self.max_new_tokens = state.sampling.max_new_tokens
+        self.num_frames = state.num_frames
+        self.tokenizer = state.tokenizer
+        self.videos = state.videos
+        self.prefills = state.prefills
+        self.hosts = state.decode_loop.hosts
+        self._decode_loop = state.decode_loop
+        self._prefiller = state.prefiller
+
+    def _variant(self, **changes: Any) -> "Engine":
+        """Return an engine with the same model that differs in some of :class:`_EngineState`."""
+        engine = Engine.__new__(Engine)
+        engine._take(replace(self._state, **changes))
+        return engine
 
     def __repr__(self) -> str:
         prefill = self.prefill_config
@@ -308,11 +396,11 @@ class Engine:
         else:
             question["video"] = demo.video_path()
             question["num_frames"] = _WARM_UP_FRAMES
-        engine = copy(self)
+        engine = self
         # An anchor for long prompts would leave nothing to split.
         if self.prefill_config.anchor_len:
             config = replace(self.prefill_config, anchor_len=None)
-            engine._prefiller = replace(self._prefiller, config=config)
+            engine = self._variant(prefiller=replace(self._prefiller, config=config))
         if not in_batch:
             engine.generate(**question)
             return
@@ -350,21 +438,19 @@ class Engine:
             raise InvalidConfigError(
                 "a draft host does not prefill; call this on the target's hosts"
             )
-        with self.hosts.local_stage("reading the settings") as agreement:
-            question = Question(
-                prompt=prompt,
-                video=video,
-                images=images,
-                context=context,
-                messages=messages,
-                num_frames=num_frames,
-                fps=fps,
-                audio=audio,
-                audio_in_video=audio_in_video,
-                tools=tools,
-            )
-            request = Request(question, StageTimer(self.hosts), positions)
-            agreement.settings("the request", request.settings)
+        question = {
+            "prompt": prompt,
+            "video": video,
+            "images": images,
+            "context": context,
+            "messages": messages,
+            "tools": tools,
+            "num_frames": num_frames,
+            "fps": fps,
+            "audio": audio,
+            "audio_in_video": audio_in_video,
+        }
+        request = self._prepared(question, SamplingParams, positions=positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -443,46 +529,80 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a
                 HostError.
         """
-        with self.hosts.local_stage("reading the settings") as agreement:
-            require_type(
-                Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop
-            )
-            named_params = SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-            )
-            if sampling is None:
-                sampling = named_params
-            else:
-                require_type(SamplingParams, sampling=sampling)
-                if named_params != SamplingParams():
-                    raise InvalidRequestError(
-                        "pass sampling or max_new_tokens, temperature, top_p and seed, not both"
-                    )
-            question = Question(
-                prompt=prompt,
-                video=video,
-                images=images,
-                context=context,
-                messages=messages,
-                num_frames=num_frames,
-                fps=fps,
-                audio=audio,
-                audio_in_video=audio_in_video,
-                tools=tools,
-            )
-            request = Request(
-                question,
-                StageTimer(self.hosts, on_stage, on_progress),
-                sampling=sampling,
-                num_wanted=sampling.max_new_tokens or 1,
-                on_token=on_token,
-                stop=stop,
-            )
-            agreement.settings("the request", request.settings)
+        question = {
+            "prompt": prompt,
+            "video": video,
+            "images": images,
+            "context": context,
+            "messages": messages,
+            "tools": tools,
+            "num_frames": num_frames,
+            "fps": fps,
+            "audio": audio,
+            "audio_in_video": audio_in_video,
+        }
+        callbacks = {
+            "on_token": on_token,
+            "on_stage": on_stage,
+            "on_progress": on_progress,
+            "stop": stop,
+        }
+        make_sampling = partial(
+            _chosen_sampling,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        request = self._prepared(question, make_sampling, callbacks, wants_whole_answer=True)
         return self.answer(request)
+
+    def _prepared(
+        self,
+        question: Mapping[str, Any],
+        make_sampling: Callable[[], SamplingParams],
+        callbacks: Mapping[str, Any] | None = None,
+        *,
+        positions: str = "transformers",
+        decode_host: int = 0,
+        wants_whole_answer: bool = False,
+        shared: Mapping[str, Any] | None = None,
+        timer: StageTimer | None = None,
+    ) -> Request:
+        """Check what a caller asks and make it a request; collective: all hosts reject it, or none.
+
+        Every entry of the library makes its requests here.
+
+        Args:
+            question: fields of :class:`~apbv.input.request.Question`.
+            make_sampling: returns the sampling parameters, or rejects the caller's.
+            callbacks: fields of :class:`~apbv.input.request.Callbacks`.
+            positions, decode_host: of the request.
+            wants_whole_answer: reject a prompt that leaves too few positions for the largest number
+                of tokens, where one is given; otherwise the answer is shortened.
+            shared: further settings that must be the same on every host.
+            timer: the request's, where it has begun; None: a new one.
+
+        Raises:
+            InvalidRequestError: an argument is wrong.
+            HostError: another host was asked something else.
+        """
+        with self.hosts.local_stage("reading the settings") as agreement:
+            checked = Callbacks(**(callbacks or {}))
+            sampling = make_sampling()
+            request = Request(
+                Question(**question),
+                timer or StageTimer(self.hosts, checked.on_stage, checked.on_progress),
+                positions,
+                sampling=sampling,
+                num_wanted=(sampling.max_new_tokens or 1) if wants_whole_answer else 1,
+                on_token=checked.on_token,
+                sink=None if checked.stop is None else StopFunction(checked.stop),
+                decode_host=decode_host,
+            )
+            agreement.settings("the request", {**(shared or {}), **request.settings})
+        return request
 
     def stream(
         self, prompt: str | None = None, **given: Any
@@ -577,12 +697,17 @@ class Engine:
                     number, question = following
                     ended: GenerateResult | Exception | None = None
                     try:
-                        with hosts.local_stage("reading the settings") as agreement:
-                            if not is_checked:
+                        if not is_checked:
+                            with hosts.local_stage("reading the questions"):
                                 _require_question(number, question)
-                            request = self._request_of(question, sampling, decode_host)
-                            settings = {"max_together": max_together, **request.settings}
-                            agreement.settings("the request", settings)
+                        fields_of_question = dict(question)
+                        own_sampling = fields_of_question.pop("sampling", sampling)
+                        request = self._prepared(
+                            fields_of_question,
+                            partial(_chosen_sampling, own_sampling),
+                            decode_host=decode_host,
+                            shared={"max_together": max_together},
+                        )
                         if self.num_decode_hosts == 0:
                             ended = self.answer(request)
                         else:
@@ -604,25 +729,6 @@ class Engine:
         finally:
             for each in running.values():
                 each.decode_stage.close()
-
-    def _request_of(
-        self, question: Mapping[str, Any], sampling: SamplingParams | None, decode_host: int
-    ) -> Request:
-        """Return the request of one question of :meth:`generate_all`.
-
-        Args:
-            sampling: for a question without its own; None: greedy.
-            decode_host: the host that decodes the answer.
-        """
-        fields_of_question = dict(question)
-        own_sampling = fields_of_question.pop("sampling", sampling or SamplingParams())
-        require_type(SamplingParams, sampling=own_sampling)
-        return Request(
-            Question(**fields_of_question),
-            StageTimer(self.hosts),
-            sampling=own_sampling,
-            decode_host=decode_host,
-        )
 
     def _join(self, batch: Batch | None, request: Request) -> "_RunningAnswer":
         """Prefill a request, and add its answer to the batch of its decode host; collective."""
@@ -647,8 +753,10 @@ class Engine:
         if answer.failure is not None:
             decode_host = self.hosts.name_of(begun.read.request.decode_host)
             return answer.failure.error(decode_host, "decode")
-        answered = self._decode_loop.answered(begun, answer.tokens, answer.summary)
-        return self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
+        logprobs = [] if running.member is None else running.member.logprobs
+        decoded = DecodedAnswer(answer.tokens, logprobs, answer.summary)
+        decoded = self._decode_loop.answered(begun, decoded)
+        return self._result(begun.read.request, begun.state, decoded, videos=begun.read.videos)
 
     def _emptiest_decode_host(
         self, running: Mapping[int, "_RunningAnswer"], max_together: int
@@ -734,9 +842,10 @@ class Engine:
     def answer(self, request: Request) -> GenerateResult:
         """Answer a request that was packed by the caller; otherwise as :meth:`generate`."""
         with self._guarded(self._completed(request)) as guarded:
-            read, state, answered = self._decode_loop.answer(guarded, self._prefiller)
+            answered = self._decode_loop.answer(guarded, self._prefiller)
+        read = answered.read
         self._note_what_the_demo_cannot(read)
-        return self._result(read.request, state, answered, read.videos)
+        return self._result(read.request, answered.state, answered.answer, read.videos)
 
     def _result(
         self,
@@ -786,7 +895,7 @@ class Engine:
                 "dtype": str(self.parts.dtype).removeprefix("torch."),
                 **provenance(),
             }
-        return GenerateResult(text, tokens, figures, reason, videos, request.logprobs)
+        return GenerateResult(text, tokens, figures, reason, videos, answered.logprobs)
 
     def decode(
         self,
@@ -808,19 +917,18 @@ class Engine:
         """
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
-        with self.hosts.local_stage("reading the settings") as agreement:
-            sampling = SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-            )
-            request = Request(
-                Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop
-            )
-            agreement.settings("the request", request.settings)
+        make_sampling = partial(
+            SamplingParams,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        callbacks = {"on_token": on_token, "stop": stop}
+        request = self._prepared({}, make_sampling, callbacks, timer=state.timer)
+        with self.hosts.local_stage("reading the settings"):
             state.inputs.require_room(max_positions, max_new_tokens or 1)
-            request = self._completed(request).within(max_positions, state.inputs)
+        request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
             answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
         return self._result(request, state, answered)
@@ -833,10 +941,10 @@ class Engine:
         """
         errors: list[Exception] = []
 
-        def call(function: Callable | None, argument: Any) -> Any:
+        def call(function: Callable | None, *arguments: Any) -> Any:
             if function is not None and not errors:
                 try:
-                    return function(argument)
+                    return function(*arguments)
                 except Exception as error:
                     errors.append(error)
             return bool(errors)
@@ -844,8 +952,8 @@ class Engine:
         guarded = replace(
             request,
             on_token=partial(call, request.on_token),
-            stop=partial(call, request.stop),
-            may_cancel=request.stop is not None and request.may_cancel,
+            sink=_GuardedSink(request.sink, call),
+            may_cancel=request.sink is not None and request.may_cancel,
         )
         try:
             yield guarded
@@ -941,14 +1049,13 @@ class Engine:
         Not collective. The returned engine may be used in another thread, inside
         :meth:`prefilling_in_threads`.
         """
-        engine = copy(self)
         # Not a subgroup: the heartbeats are those of this host's work for the others.
-        engine.hosts = HostGroup.single(self.hosts.device)
-        engine._decode_loop = copy(self._decode_loop)
-        engine._decode_loop.hosts = engine.hosts
+        this_host = HostGroup.single(self.hosts.device)
         reader = self._prefiller.reader.for_another_thread()
-        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=None)
-        return engine
+        return self._variant(
+            decode_loop=self._decode_loop.on_one_host(this_host),
+            prefiller=replace(self._prefiller, reader=reader, hosts=this_host, reuse=None),
+        )
 
     def handing_over(self) -> "Engine":
         """The former name of :meth:`for_kv_export`, until the next release."""
@@ -967,16 +1074,32 @@ class Engine:
         """
         refuse(handing_over="for_kv_export()", **self.prefill_config.features)
         refuse(offering="for_kv_export()", rope_by_length=self.parts.rope_by_length)
-        engine = copy(self)
-        engine.prefill_config = replace(self.prefill_config, kv="sharded")
+        config = replace(self.prefill_config, kv="sharded")
         reuse = self._prefiller.reuse
         if self.reuse_config is not None and self.reuse_config.mode == "kv":
             reuse = None
-        engine._prefiller = Prefiller(
-            self._prefiller.reader, self.hosts, engine.prefill_config, reuse
+        return self._variant(
+            prefill_config=config,
+            decode_loop=Autoregressive(self.parts, self.hosts),
+            prefiller=Prefiller(self._prefiller.reader, self.hosts, config, reuse),
         )
-        engine._decode_loop = Autoregressive(self.parts, self.hosts)
-        return engine
+
+
+def _chosen_sampling(sampling: SamplingParams | None, **loose_parameters: Any) -> SamplingParams:
+    """Return sampling parameters that a caller gives as an object, or one by one.
+
+    Raises:
+        InvalidRequestError: both are given, or a value is wrong.
+    """
+    named_params = SamplingParams(**loose_parameters)
+    if sampling is None:
+        return named_params
+    require_type(SamplingParams, sampling=sampling)
+    if named_params != SamplingParams():
+        raise InvalidRequestError(
+            "pass sampling or max_new_tokens, temperature, top_p and seed, not both"
+        )
+    return sampling
 
 
 def _settings(

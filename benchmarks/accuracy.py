@@ -180,7 +180,7 @@ def _all_values(records: list[dict], name: str) -> list[float]:
 
 
 def _task_cell(task: str, row: dict) -> str:
-    """Return what the column of a task shows of a row."""
+    """Return the text of a row in the column of a task."""
     if task not in row["right"]:
         return ""
     right, total = row["right"][task]

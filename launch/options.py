@@ -42,12 +42,17 @@ _FORMAT = warnings.formatwarning
 
 
 class Setting(NamedTuple):
-    """Option for a config field."""
+    """Option for a config field, which says its type, range, choices, default and help.
+
+    Attributes:
+        config: the class of the config.
+        field: the field's name.
+        name: the option's name, with underscores.
+    """
 
     config: type
     field: str
     name: str
-    help: str
 
 
 # Options that are not named as their fields, and further arguments of argparse.
@@ -59,85 +64,63 @@ _MORE = {
 }
 
 
-def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
+def _of(config: type, *field_names: str, prefix: str = "") -> tuple[Setting, ...]:
     """Make the options for fields; with a prefix, ``method``'s is the prefix alone."""
     settings = []
-    for field, text in helps.items():
-        name = field
+    for field_name in field_names:
+        name = field_name
         if prefix:
-            name = prefix if field == "method" else f"{prefix}_{field}"
-        settings.append(Setting(config, field, _NAMES.get(field, name), text))
+            name = prefix if field_name == "method" else f"{prefix}_{field_name}"
+        settings.append(Setting(config, field_name, _NAMES.get(field_name, name)))
     return tuple(settings)
 
 
 PREFILL = _of(
     PrefillConfig,
-    method="prefill method",
-    anchor_len="anchor tokens (default: max(128, n/64), at most n/4)",
-    anchor_query="prepend the question to the anchor, as in APB (apb, apbv)",
-    passing_len="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
-    early_passing_len="the same in the first quarter of the layers, where it is more",
-    query_len="without --context: trailing tokens that form the question",
-    importance="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
-    kv="gather the KV cache on host 0, or keep it sharded",
-    backend="attention backend; auto: by device",
+    "method",
+    "anchor_len",
+    "anchor_query",
+    "passing_len",
+    "early_passing_len",
+    "query_len",
+    "importance",
+    "kv",
+    "backend",
 )
-DECODE = _of(
-    DecodeConfig,
-    cuda_graphs="capture decode steps as CUDA graphs; auto: on GPUs",
-    generation_config="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
-)
+DECODE = _of(DecodeConfig, "cuda_graphs", "generation_config")
 # The options below are None if not given.
-VIDEO = _of(
-    VideoConfig, chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)"
-)
-THREADS = _of(
-    VideoConfig, threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)"
-)
-REDUCE = _of(
-    ReduceConfig,
-    prefix="reduce",
-    method="visual-token pruning method (default: none)",
-    ratio="share of a video's visual tokens to keep",
-)
+VIDEO = _of(VideoConfig, "chunk_bytes")
+THREADS = _of(VideoConfig, "threads")
+REDUCE = _of(ReduceConfig, "method", "ratio", prefix="reduce")
 SPARSE = _of(
     SparseConfig,
+    "method",
+    "threshold",
+    "block_size",
+    "stride",
+    "similarity",
+    "divergence",
+    "min_blocks",
     prefix="sparse",
-    method="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
-    threshold="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
-    block_size="query-block size in tokens",
-    stride="xattention: tokens per score",
-    similarity="spargeattn: always compute blocks of mean cosine similarity <= X",
-    divergence="flexprefill: heads with sqrt(JSD) below X are query-aware",
-    min_blocks="flexprefill: minimum vertical and slash blocks per head",
 )
 DRAFT = _of(
     SpeculativeConfig,
-    draft_model="a directory or hub id (demo: the bundled draft)",
-    draft_host="draft on the last host, in parallel with verification",
-    num_draft_tokens="tokens drafted per round, or auto",
-    keep_losing_draft="keep drafting even if it slows the answer",
-    num_tree_nodes="draft a tree of N tokens (default: a chain; sd_tree: 25)",
-    keep="how to select the draft's visual tokens (default: the strategy's)",
-    prune="prune the draft's prompt, or its KV after draft prefill",
-    keep_ratio="share of visual tokens that the draft sees (default 0.1)",
-    keep_tokens="total prompt tokens for the draft, text included; replaces --keep-ratio",
-    hippo_terms="terms of HIPPO's score (default: all)",
-    layer_ratio="share of the target's layers that layerskip drafts with (default 0.5)",
-    ensemble="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
+    "draft_model",
+    "draft_host",
+    "num_draft_tokens",
+    "keep_losing_draft",
+    "num_tree_nodes",
+    "keep",
+    "prune",
+    "keep_ratio",
+    "keep_tokens",
+    "hippo_terms",
+    "layer_ratio",
+    "ensemble",
 )
-ANSWER_LENGTH = _of(
-    SamplingParams, max_new_tokens="tokens to generate at most (default: the model's, or 128)"
-)
+ANSWER_LENGTH = _of(SamplingParams, "max_new_tokens")
 SAMPLING = _of(
-    SamplingParams,
-    temperature="sampling temperature; 0: greedy (the default; apbv serve: the model's)",
-    top_p="sample from the fewest tokens with this probability mass (default: the model's)",
-    top_k="sample from the N most probable tokens; 0: all (default: the model's)",
-    min_p="drop tokens below X times the highest probability (default: the model's)",
-    repetition_penalty="penalize tokens of the prompt and the answer; 1: off "
-    "(default: the model's)",
-    seed="random seed for sampling",
+    SamplingParams, "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"
 )
 _SETTINGS = (
     *PREFILL,
@@ -226,11 +209,11 @@ def add_settings(
         arguments: dict[str, Any] = {"default": default if with_defaults else None}
 
         # The help names the default, unless it does so already, or there is none.
-        says_default = "default" in setting.help or isinstance(default, bool)
-        if says_default or default in (None, MISSING):
-            arguments["help"] = setting.help
-        else:
-            arguments["help"] = f"{setting.help} (default {default})"
+        text = checks["help"]
+        says_default = "default" in text or isinstance(default, bool)
+        if not says_default and default not in (None, MISSING):
+            text = f"{text} (default {default})"
+        arguments["help"] = text
 
         # Its type and range.
         if isinstance(default, bool):
@@ -238,7 +221,7 @@ def add_settings(
         elif checks.get("choices") is not None:
             arguments["choices"] = checks["choices"]
             arguments["type"] = checks["kind"]
-        elif checks:
+        elif checks.get("may_be") is not None:
             arguments["type"] = reading(checks["kind"], checks["says"], checks["may_be"])
             arguments["metavar"] = {int: "N", float: "X"}.get(checks["kind"])
         arguments |= _MORE.get(setting.field, {})

@@ -28,8 +28,14 @@ class DecodeConfig(Checked):
         InvalidRequestError: a mode is unknown.
     """
 
-    cuda_graphs: str = one_of(CUDA_GRAPH_MODES, "auto")
-    generation_config: str = one_of(GENERATION_CONFIGS, "auto")
+    cuda_graphs: str = one_of(
+        CUDA_GRAPH_MODES, "auto", help="capture decode steps as CUDA graphs; auto: on GPUs"
+    )
+    generation_config: str = one_of(
+        GENERATION_CONFIGS,
+        "auto",
+        help="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +75,35 @@ class SamplingParams(Checked, error=InvalidRequestError):
         InvalidRequestError: a number is out of range.
     """
 
-    max_new_tokens: int | None = integer(1, 2**20, None)
-    temperature: float | None = number("be 0 (greedy) or more", lambda t: 0 <= t < inf, None)
-    top_p: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
-    top_k: int | None = integer(0, 2**20, None)
-    min_p: float | None = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, None)
+    max_new_tokens: int | None = integer(
+        1, 2**20, None, help="tokens to generate at most (default: the model's, or 128)"
+    )
+    temperature: float | None = number(
+        "be 0 (greedy) or more",
+        lambda t: 0 <= t < inf,
+        None,
+        help="sampling temperature; 0: greedy (the default; apbv serve: the model's)",
+    )
+    top_p: float | None = number(
+        "lie in (0, 1]",
+        lambda share: 0 < share <= 1,
+        None,
+        help="sample from the fewest tokens with this probability mass (default: the model's)",
+    )
+    top_k: int | None = integer(
+        0, 2**20, None, help="sample from the N most probable tokens; 0: all (default: the model's)"
+    )
+    min_p: float | None = number(
+        "lie in 0 .. 1",
+        lambda share: 0 <= share <= 1,
+        None,
+        help="drop tokens below X times the highest probability (default: the model's)",
+    )
     repetition_penalty: float | None = number(
-        "lie in (0, 10]", lambda factor: 0 < factor <= 10, None
+        "lie in (0, 10]",
+        lambda factor: 0 < factor <= 10,
+        None,
+        help="penalize tokens of the prompt and the answer; 1: off (default: the model's)",
     )
     presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
@@ -85,7 +113,7 @@ class SamplingParams(Checked, error=InvalidRequestError):
     logprobs: int | None = integer(0, 20, None)
     json_schema: str | None = instance_of(str, says="be a text")
     grammar: str | None = instance_of(str, says="be a text")
-    seed: int = integer(0, 2**64 - 1, 0)
+    seed: int = integer(0, 2**64 - 1, 0, help="random seed for sampling")
     ignore_eos: bool = instance_of(bool, says="be True or False", default=False)
     min_tokens: int = integer(0, 2**20, 0)
 

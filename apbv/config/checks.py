@@ -56,6 +56,7 @@ def setting(
     kind: type = str,
     choices: Sequence[str | int] | None = None,
     of: str | None = None,
+    help: str | None = None,
 ):
     """Make a field.
 
@@ -65,16 +66,36 @@ def setting(
         kind: type of the command-line option.
         choices: the allowed names.
         of: the only method that has this setting.
+        help: what the command line says of it; None: it is not an option there.
     """
-    about = {"says": says, "may_be": may_be, "kind": kind, "choices": choices, "of": of}
+    about = {
+        "says": says,
+        "may_be": may_be,
+        "kind": kind,
+        "choices": choices,
+        "of": of,
+        "help": help,
+    }
     return field(default=default, metadata=about)
 
 
-def one_of(known: Sequence[str | int], default: Any = MISSING):
+def described(default: Any, help: str):
+    """Make a field whose value is not checked here."""
+    return field(default=default, metadata={"help": help})
+
+
+def switch(default: bool, help: str | None = None):
+    """Make a field that is on or off."""
+    return setting(default, "be true or false", Allowed((bool,)), bool, help=help)
+
+
+def one_of(known: Sequence[str | int], default: Any = MISSING, help: str | None = None):
     """Make a field that takes one of these values."""
     kind = type(known[0])
     says = f"be one of {', '.join(map(str, known))}"
-    return setting(default, says, Allowed((kind,), known.__contains__), kind, known)
+    return setting(
+        default, says, Allowed((kind,), lambda value: value in known), kind, known, help=help
+    )
 
 
 def integer(low: int, high: int, default: int | None, **about):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InvalidConfigError
 from ..refusals import refuse
-from .checks import Allowed, Checked, instance_of, integer, number, one_of
+from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
@@ -37,8 +37,15 @@ class VideoConfig(Checked):
         InvalidConfigError: a number is not positive.
     """
 
-    threads: int | None = integer(1, 2**12, None)
-    chunk_bytes: int | None = integer(1, 2**63 - 1, None)
+    threads: int | None = integer(
+        1, 2**12, None, help="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)"
+    )
+    chunk_bytes: int | None = integer(
+        1,
+        2**63 - 1,
+        None,
+        help="memory per video chunk (default: 1/16 of free memory, at most 256)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +80,40 @@ class SparseConfig(Checked, name="sparse "):
         InvalidConfigError: the method is unknown, or a number is out of range.
     """
 
-    method: str = one_of(SPARSE_NAMES, "xattention")
-    threshold: float | None = number("lie in 0 < threshold <= 1", lambda t: 0 < t <= 1, None)
-    block_size: int = one_of((32, 64, 128, 256), 128)
-    stride: int = integer(1, 256, 16, of="xattention")
-    similarity: float = number(
-        "lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn"
+    method: str = one_of(
+        SPARSE_NAMES,
+        "xattention",
+        help="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
     )
-    divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1, of="flexprefill")
-    min_blocks: int = integer(1, _MOST_TOKENS, 8, of="flexprefill")
+    threshold: float | None = number(
+        "lie in 0 < threshold <= 1",
+        lambda t: 0 < t <= 1,
+        None,
+        help="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
+    )
+    block_size: int = one_of((32, 64, 128, 256), 128, help="query-block size in tokens")
+    stride: int = integer(1, 256, 16, of="xattention", help="xattention: tokens per score")
+    similarity: float = number(
+        "lie in -1 .. 1",
+        lambda cosine: -1 <= cosine <= 1,
+        0.3,
+        of="spargeattn",
+        help="spargeattn: always compute blocks of mean cosine similarity <= X",
+    )
+    divergence: float = number(
+        "lie in 0 .. 1",
+        lambda root: 0 <= root <= 1,
+        0.1,
+        of="flexprefill",
+        help="flexprefill: heads with sqrt(JSD) below X are query-aware",
+    )
+    min_blocks: int = integer(
+        1,
+        _MOST_TOKENS,
+        8,
+        of="flexprefill",
+        help="flexprefill: minimum vertical and slash blocks per head",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,8 +154,13 @@ class ReduceConfig(Checked, name="reduce "):
         InvalidConfigError: the method is unknown, or the ratio out of range.
     """
 
-    method: str = one_of(REDUCER_NAMES)
-    ratio: float = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, 0.5)
+    method: str = one_of(REDUCER_NAMES, help="visual-token pruning method (default: none)")
+    ratio: float = number(
+        "lie in 0 < ratio <= 1",
+        lambda share: 0 < share <= 1,
+        0.5,
+        help="share of a video's visual tokens to keep",
+    )
 
     @property
     def leaves_all(self) -> bool:
@@ -195,20 +232,42 @@ class PrefillConfig(Checked):
             sparse attention.
     """
 
-    method: str = one_of(METHOD_NAMES, "apbv")
-    anchor_len: int | None = integer(0, _MOST_TOKENS, None)
-    anchor_query: bool = False
-    passing_len: int | None = integer(0, _MOST_TOKENS, None)
-    early_passing_len: int | None = integer(0, _MOST_TOKENS, None)
-    query_len: int = integer(1, _MOST_TOKENS, DEFAULT_QUERY_LEN)
-    importance: str = one_of(IMPORTANCE_NAMES, "peak")
-    overlap: bool = True
-    fused_query: bool = True
-    zigzag: bool = True
-    frame_parallel: bool = True
-    on_single_host: bool = False
-    kv: str = one_of(KV_PLACEMENTS, "gathered")
-    backend: str = one_of(BACKEND_NAMES, "auto")
+    method: str = one_of(METHOD_NAMES, "apbv", help="prefill method")
+    anchor_len: int | None = integer(
+        0, _MOST_TOKENS, None, help="anchor tokens (default: max(128, n/64), at most n/4)"
+    )
+    anchor_query: bool = switch(
+        False, help="prepend the question to the anchor, as in APB (apb, apbv)"
+    )
+    passing_len: int | None = integer(
+        0,
+        _MOST_TOKENS,
+        None,
+        help="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
+    )
+    early_passing_len: int | None = integer(
+        0, _MOST_TOKENS, None, help="the same in the first quarter of the layers, where it is more"
+    )
+    query_len: int = integer(
+        1,
+        _MOST_TOKENS,
+        DEFAULT_QUERY_LEN,
+        help="without --context: trailing tokens that form the question",
+    )
+    importance: str = one_of(
+        IMPORTANCE_NAMES,
+        "peak",
+        help="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
+    )
+    overlap: bool = switch(True)
+    fused_query: bool = switch(True)
+    zigzag: bool = switch(True)
+    frame_parallel: bool = switch(True)
+    on_single_host: bool = switch(False)
+    kv: str = one_of(
+        KV_PLACEMENTS, "gathered", help="gather the KV cache on host 0, or keep it sharded"
+    )
+    backend: str = one_of(BACKEND_NAMES, "auto", help="attention backend; auto: by device")
     video: VideoConfig = instance_of(VideoConfig, default=VideoConfig())
     sparse: SparseConfig | None = instance_of(SparseConfig)
     reduce: ReduceConfig | None = instance_of(ReduceConfig)

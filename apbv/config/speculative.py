@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..refusals import refuse
-from .checks import Checked, integer, number, one_of, setting
+from .checks import Checked, described, integer, number, one_of, setting, switch
 from .names import (
     CONTEXTS,
     DEFAULT_KEEP_RATIO,
@@ -100,34 +100,65 @@ class SpeculativeConfig(Checked):
     """
 
     strategy: str = one_of(STRATEGY_NAMES, "specvlm")
-    draft_model: str | None = None
+    draft_model: str | None = described(
+        None, help="a directory or hub id (demo: the bundled draft)"
+    )
     num_draft_tokens: int | str = setting(
         5,
         "be an integer in 1 .. 256, or 'auto'",
         lambda n: n == "auto" or (type(n) is int and 1 <= n <= 256),
         int,
+        help="tokens drafted per round, or auto",
     )
-    keep: str | None = one_of(KEEP_POLICIES, None)
-    keep_ratio: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
-    keep_tokens: int | None = integer(1, 2**31 - 1, None)
+    keep: str | None = one_of(
+        KEEP_POLICIES,
+        None,
+        help="how to select the draft's visual tokens (default: the strategy's)",
+    )
+    keep_ratio: float | None = number(
+        "lie in (0, 1]",
+        lambda share: 0 < share <= 1,
+        None,
+        help="share of visual tokens that the draft sees (default 0.1)",
+    )
+    keep_tokens: int | None = integer(
+        1,
+        2**31 - 1,
+        None,
+        help="total prompt tokens for the draft, text included; replaces --keep-ratio",
+    )
     hippo_terms: tuple[str, ...] = setting(
-        HIPPO_TERMS, f"be some of {', '.join(HIPPO_TERMS)}", _are_terms, choices=HIPPO_TERMS
+        HIPPO_TERMS,
+        f"be some of {', '.join(HIPPO_TERMS)}",
+        _are_terms,
+        choices=HIPPO_TERMS,
+        help="terms of HIPPO's score (default: all)",
     )
-    prune: str = one_of(PRUNINGS, "prompt")
+    prune: str = one_of(
+        PRUNINGS, "prompt", help="prune the draft's prompt, or its KV after draft prefill"
+    )
     uv_layer: int = integer(1, 2**31 - 1, 20)
-    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
+    layer_ratio: float = number(
+        "lie in (0, 1]",
+        lambda share: 0 < share <= 1,
+        0.5,
+        help="share of the target's layers that layerskip drafts with (default 0.5)",
+    )
     ensemble: str = setting(
         "MT*",
         f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
         _is_ensemble,
+        help="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
     )
-    num_tree_nodes: int | None = integer(1, 256, None)
-    draft_host: bool = False
-    concurrent_prefill: bool = True
+    num_tree_nodes: int | None = integer(
+        1, 256, None, help="draft a tree of N tokens (default: a chain; sd_tree: 25)"
+    )
+    draft_host: bool = switch(False, help="draft on the last host, in parallel with verification")
+    concurrent_prefill: bool = switch(True)
     draft_timeout: float = number(
         "be a positive number of seconds", lambda seconds: seconds > 0, 60.0
     )
-    keep_losing_draft: bool = False
+    keep_losing_draft: bool = switch(False, help="keep drafting even if it slows the answer")
 
     def __post_init__(self):
         super().__post_init__()

@@ -14,6 +14,7 @@ from ..device_copy import fetch, to_device
 from ..errors import ModelOutputError
 from ..grammar import Grammar
 from ..input.request import Request
+from ..input.sink import AnswerSink
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..model.parts import ModelParts
 from ..prefilling.result import PrefillResult
@@ -42,14 +43,14 @@ class Answer:
             otherwise.
         on_token: called on every host with each token as soon as it is chosen.
         on_first_token: called on every host before the first of these calls.
-        stop: called on host 0 with all new tokens so far; true ends the answer there.
+        sink: receives the answer on host 0, and may end it there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
         grammar: the compiled ``sampling.json_schema`` or ``grammar``, on host 0.
         ready: event that the GPU reaches after the prefill; None: the current stream's work comes
             first anyway.
         tokens: the answer so far.
-        logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is
-            called.
+        logprobs: of each token, on host 0, if ``sampling`` requests them; complete when the sink
+            takes the answer.
     """
 
     decoder: Decoder
@@ -59,7 +60,7 @@ class Answer:
     eos_token_ids: tuple[int, ...] = ()
     on_token: Callable[[int], None] | None = None
     on_first_token: Callable[[], None] | None = None
-    stop: Callable[[Sequence[int]], bool] | None = None
+    sink: AnswerSink | None = None
     prompt_ids: Tensor | None = None
     grammar: Grammar | None = None
     ready: torch.cuda.Event | None = None
@@ -101,7 +102,7 @@ class Answer:
             return True
         if len(new) >= self.num_left:
             return True
-        return self.stop is not None and self.stop([*self.tokens, *new])
+        return self.sink is not None and self.sink.take([*self.tokens, *new], self.logprobs)
 
     def add(self, new: Sequence[int]) -> None:
         """Append tokens, and call ``on_token`` with each."""
@@ -239,9 +240,8 @@ def begin_answer(parts: ModelParts, prefill: PrefillResult, request: Request) ->
         eos_token_ids=parts.eos_token_ids,
         on_token=request.on_token,
         on_first_token=prefill.timer.mark_first_token,
-        stop=request.stop,
+        sink=request.sink,
         prompt_ids=prefill.inputs.input_ids[0],
-        logprobs=request.logprobs,
         grammar=None if request.grammar is None else request.grammar.copy(),
         ready=prefill.timer.prefilled.event,
     )

@@ -27,6 +27,7 @@ class Member:
 
     Attributes:
         tokens: the answer so far, an end token included.
+        logprobs: of each token, if they were asked for.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if
             it was aborted.
         error: why the answer failed; None if it did not.
@@ -35,6 +36,7 @@ class Member:
 
     def __init__(self, answer: Answer):
         self.tokens = answer.tokens
+        self.logprobs = answer.logprobs
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.answer: Answer | None = answer
@@ -139,7 +141,7 @@ class Batch:
         """Add an answer that has no tokens yet, without copying its prompt's KV.
 
         The prefill may still run on the GPU without blocking other sequences: the answer begins
-        with the first step after it. Its ``on_token`` and ``stop`` are called in the thread that
+        with the first step after it. Its ``on_token`` and sink are called in the thread that
         steps.
 
         Args:

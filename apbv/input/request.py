@@ -5,14 +5,36 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import SamplingParams
-from ..config.checks import Checked, one_of
+from ..config.checks import Checked, instance_of, one_of
 from ..errors import InvalidRequestError
 from ..grammar import Grammar
-from ..logprobs import TokenLogprobs
 from ..stats import StageTimer
 from .model_inputs import POSITION_RULES, ModelInputs
 from .rendering import Question
+from .sink import AnswerSink
 from .tokenized_prompt import TokenizedPrompt
+
+
+@dataclass(frozen=True)
+class Callbacks(Checked, error=InvalidRequestError):
+    """The functions of :meth:`apbv.Engine.generate` that follow a request.
+
+    Attributes:
+        on_token: called on every host with each token as soon as it is decoded.
+        on_stage: called on every host as a stage begins, with its name.
+        on_progress: called on every host with a stage, how much of it is done, and of how much.
+        stop: called on host 0 with all tokens so far; true ends the answer, or cancels the request.
+
+    Raises:
+        InvalidRequestError: one is not a function.
+    """
+
+    on_token: Callable[[int], None] | None = instance_of(Callable, says="be a function")
+    on_stage: Callable[[str], None] | None = instance_of(Callable, says="be a function")
+    on_progress: Callable[[str, int, int], None] | None = instance_of(
+        Callable, says="be a function"
+    )
+    stop: Callable[[Sequence[int]], bool] | None = instance_of(Callable, says="be a function")
 
 
 @dataclass(frozen=True)
@@ -27,10 +49,9 @@ class Request(Checked, error=InvalidRequestError):
         sampling: how the answer's tokens are chosen, and how many at most.
         num_wanted: answer tokens for which positions must be left.
         on_token: called on every host with each token as soon as it is chosen.
-        stop: called on host 0 with the tokens so far; true ends the answer, or cancels the request
-            before its first token. None on all hosts, or on none.
-        may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
-        logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
+        sink: receives the answer, and may end it or cancel the request; host 0's counts, or that of
+            ``decode_host``. None on all hosts, or on none.
+        may_cancel: whether the sink may cancel before the first token; the same on all hosts.
         grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host
             0.
         has_checked_grammar: whether that schema or grammar was found good
@@ -52,9 +73,8 @@ class Request(Checked, error=InvalidRequestError):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_wanted: int = 1
     on_token: Callable[[int], None] | None = None
-    stop: Callable[[Sequence[int]], bool] | None = None
+    sink: AnswerSink | None = None
     may_cancel: bool = True
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
     has_checked_grammar: bool = False
     prompt: TokenizedPrompt | None = None
@@ -73,7 +93,7 @@ class Request(Checked, error=InvalidRequestError):
             "fps": question.fps,
             "audio_in_video": question.audio_in_video,
             "positions": self.positions,
-            "stop": None if self.stop is None else "given",
+            "stop": None if self.sink is None else "given",
             "sampling": asdict(self.sampling),
         }
 
@@ -85,9 +105,9 @@ class Request(Checked, error=InvalidRequestError):
     @property
     def cancels(self) -> Callable[[], bool] | None:
         """The function that tells whether to cancel before the first token; None: it cannot."""
-        if self.stop is None or not self.may_cancel:
+        if self.sink is None or not self.may_cancel:
             return None
-        return lambda: self.stop(())
+        return self.sink.is_cancelled
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
         """Return the same request, its answer limited to the positions that its prompt leaves.

@@ -8,13 +8,14 @@ from typing import Any
 from ..decode.answer import FinishReason
 from ..decode.text import AnswerText
 from ..input.request import Request
+from ..input.sink import AnswerSink
 from ..logprobs import TokenLogprobs
 from .job import Piece
 from .output import AnswerOutput
 from .work_order import WorkOrder
 
 
-class AnswerStream:
+class AnswerStream(AnswerSink):
     """Turns the tokens of one answer into text for its output, and finally gives the finish reason.
 
     Args:
@@ -33,33 +34,36 @@ class AnswerStream:
             self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens
         )
         self._num_sent = 0  # tokens
-        self._logprobs: list[TokenLogprobs] = []
         # The text of an unfinished answer is needed only for streaming and for stop strings.
         self._reads_along = order.streams or self._text.may_stop
 
     def request_for_answer(self, request: Request) -> Request:
-        """Return a request for this answer alone, whose ``stop`` is :meth:`stop`."""
+        """Return a request for this answer alone, which goes here."""
         seed = (request.sampling.seed + self._choice) % 2**64
         sampling = replace(request.sampling, seed=seed)
-        return replace(request, sampling=sampling, stop=self.stop, logprobs=self._logprobs)
+        return replace(request, sampling=sampling, sink=self)
 
-    def stop(self, tokens: Sequence[int]) -> bool:
-        """Send the output what is new of all tokens so far.
+    def is_cancelled(self) -> bool:
+        return self._output.is_cancelled
 
-        Return whether the answer must end here.
-        """
-        if tokens and not self._output.is_cancelled:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Send the output what is new of all tokens so far; return whether the answer ends here."""
+        if not self._output.is_cancelled:
             text = self._text.update(tokens) if self._reads_along else ""
             # Streams also get tokens without text.
             has_tokens = self._order.streams and len(tokens) > self._num_sent
             piece = None
             if text or has_tokens:
-                piece = self._piece(text, tokens)
+                piece = self._piece(text, tokens, logprobs)
             self._output.add_tokens(self._choice, len(tokens), piece)
         return self._output.is_cancelled or self._text.stopped
 
     def finish(
-        self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        reason: FinishReason,
+        speculation: dict[str, Any] | None = None,
     ) -> bool:
         """End the answer, and with the last one the request.
 
@@ -67,6 +71,7 @@ class AnswerStream:
 
         Args:
             tokens: all tokens.
+            logprobs: of each, where they were asked for.
             reason: why there are no more, if no stop string is among them.
             speculation: the metrics of its draft; None: it had none.
         """
@@ -77,13 +82,19 @@ class AnswerStream:
         text = self._text.finish(tokens)
         if self._text.stopped:
             reason = "stop"
-        piece = self._piece(text, tokens, reason)
+        piece = self._piece(text, tokens, logprobs, reason)
         return self._output.add_tokens(self._choice, len(tokens), piece)
 
-    def _piece(self, text: str, tokens: Sequence[int], reason: FinishReason | None = None) -> Piece:
+    def _piece(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        reason: FinishReason | None = None,
+    ) -> Piece:
         """Return the next piece, with the tokens that have not been sent."""
         new_tokens = list(tokens[self._num_sent :])
-        new_logprobs = self._logprobs[self._num_sent : len(tokens)]
+        new_logprobs = logprobs[self._num_sent : len(tokens)]
         self._num_sent = len(tokens)
         described = []
         # There are none unless they are requested.

@@ -16,7 +16,7 @@ from ..decode.answer import begin_answer
 from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..errors import RequestCancelled
-from ..speculate.decode_loops import PrefilledRequest
+from ..speculate.decode_loop import PrefilledRequest
 from ..speculate.speculative_batch import SpeculativeBatch
 from .answer_stream import AnswerStream
 from .output import AnswerOutput, Failure
@@ -171,7 +171,7 @@ class DecodeThread:
         # An answer that was aborted has neither.
         if failure is None and reason is not None:
             try:
-                stream.finish(member.tokens, reason, member.summary())
+                stream.finish(member.tokens, member.logprobs, reason, member.summary())
             except Exception as error:
                 failure = error
         if failure is not None:

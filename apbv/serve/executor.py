@@ -17,7 +17,7 @@ from ..input.tokenized_prompt import TokenizedPrompt
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
-from ..speculate.decode_loops import PrefilledRequest
+from ..speculate.decode_loop import PrefilledRequest
 from .decode_thread import Arrival, DecodeThread
 from .links import Link, RemoteOutput
 from .local_prefill import LocalPrefillPool
@@ -131,7 +131,7 @@ class Executor:
         hosts = state.kv.hosts
         chosen = None
         with hosts.local_stage("choosing the first token"):
-            answer = begin_answer(self.engine.parts, state, replace(request, stop=None))
+            answer = begin_answer(self.engine.parts, state, replace(request, sink=None))
             if hosts.is_leader:
                 chosen = answer.pick(answer.logits, answer.next_index).fetch(hosts.wait_for_device)
         token, _ = answer.agree(chosen)

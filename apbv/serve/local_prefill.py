@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine import Engine
+from ..input.sink import AnswerSink
 from ..input.tokenized_prompt import TokenizedPrompt
+from ..logprobs import TokenLogprobs
 from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder
@@ -22,6 +24,23 @@ from .work_order import WorkOrder
 _REST = 20
 _LONG_REST = 1.0
 _SHORTEST_REST = 5
+
+
+class _UntilCancelled(AnswerSink):
+    """The sink of a prefill, before there is a stream of the answer: its output may be cancelled.
+
+    Args:
+        output: of the request.
+    """
+
+    def __init__(self, output: AnswerOutput):
+        self._output = output
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+        return self.is_cancelled()
+
+    def is_cancelled(self) -> bool:
+        return self._output.is_cancelled
 
 
 class Lane(NamedTuple):
@@ -112,7 +131,7 @@ class LocalPrefillPool:
             try:
                 with files as paths, precedence, engine.hosts.on_device():
                     request = order.request(engine.hosts, paths, prompt)
-                    done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
+                    done = engine.begin(replace(request, sink=_UntilCancelled(output)))
             except Exception as error:
                 done = failure_unless_cancelled(error, output.request_id)
             decoding.add(output, order, done)

@@ -208,6 +208,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         InvalidConfigError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
     # The KV of one token.
+    assert engine.model is not None, "host 0 runs the model"
     token_bytes = _token_bytes(engine.model)
     if engine.draft_model is not None:
         token_bytes += _token_bytes(engine.draft_model)

@@ -263,7 +263,12 @@ class Worker:
             if isinstance(result, OfferedKV):
                 self._hand_over(job, result, stream, output)
             elif isinstance(result, GenerateResult):
-                stream.finish(result.token_ids, result.finish_reason, result.stats["speculation"])
+                stream.finish(
+                    result.token_ids,
+                    result.logprobs,
+                    result.finish_reason,
+                    result.stats["speculation"],
+                )
             else:
                 # Its decode host decodes it, and releases the output.
                 if order.decode_host == 0:
@@ -292,7 +297,7 @@ class Worker:
         tokens = [offered.first_token]
         eos_token_ids = self._executor.engine.parts.eos_token_ids
         reason = finish_reason(tokens, job.read.order.sampling, eos_token_ids)
-        if not stream.finish(tokens, reason):
+        if not stream.finish(tokens, [], reason):
             offers.drop(ticket.transfer)
 
 

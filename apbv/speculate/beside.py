@@ -15,7 +15,7 @@ from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
-from .decode_loops import AnsweredRequest, DecodedAnswer
+from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop
 from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
@@ -23,7 +23,7 @@ from .pipeline import DraftReport, draft_beside, generate_beside_draft
 from .strategies import STRATEGIES, keep_policy, make_observer
 
 
-class ParallelSpeculation:
+class ParallelSpeculation(DecodeLoop):
     """Answers on the target's hosts, while the draft runs on another host.
 
     Args:
@@ -59,7 +59,7 @@ class ParallelSpeculation:
             except BaseException:
                 self._pair.fail()
                 raise
-            return read, state, answered
+            return AnsweredRequest(read, state, answered)
 
     def _decode(
         self, request: Request, observer: PrefillObserver | None, state: PrefillResult
@@ -73,10 +73,10 @@ class ParallelSpeculation:
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}
-        return DecodedAnswer(tokens, figures)
+        return DecodedAnswer(tokens, answer.logprobs, figures)
 
 
-class DraftHost:
+class DraftHost(DecodeLoop):
     """Drafts for the target's hosts, on a separate host.
 
     Args:
@@ -90,7 +90,7 @@ class DraftHost:
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
-        request = replace(request, stop=None)  # this host receives the answer's end
+        request = replace(request, sink=None)  # this host receives the answer's end
         drawn = not request.sampling.is_greedy
         with self._pair.beginning(
             self._config, self._model.vocab_size, drawn, request.shared_with_draft
@@ -110,10 +110,14 @@ class DraftHost:
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)
+        figures = {"role": "draft", "num_drafted": report.num_drafted}
+        return AnsweredRequest(read, None, DecodedAnswer(tokens, figures=figures))
+
+    @property
+    def no_batches(self) -> str:
         return (
-            read,
-            None,
-            DecodedAnswer(tokens, {"role": "draft", "num_drafted": report.num_drafted}),
+            "a draft host decodes no batches: it drafts for the target's hosts, one answer at a "
+            "time"
         )
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:

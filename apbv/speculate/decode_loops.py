@@ -6,14 +6,13 @@ the prefill, and decodes the answer.
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..config import SpeculativeConfig
-from ..decode.answer import begin_answer, generate_tokens
+from ..decode.answer import Answer, begin_answer, generate_tokens
 from ..decode.batch import Batch
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup
@@ -24,9 +23,10 @@ from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
+from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop, PrefilledRequest
 from .draft import Draft, DraftTask
 from .pace import Pace
-from .serial import generate_speculatively
+from .serial import SpeculationStats, generate_speculatively
 from .speculative_batch import SpeculativeBatch
 from .strategies import STRATEGIES, draft_tree, keep_policy, make_observer
 
@@ -34,39 +34,8 @@ from .strategies import STRATEGIES, draft_tree, keep_policy, make_observer
 Captioner = Callable[[RenderedPrompt], str]
 
 
-@dataclass(frozen=True)
-class DecodedAnswer:
-    """Tokens and metrics of a decoded request.
-
-    Attributes:
-        tokens: the answer's tokens, the end token included.
-        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own
-            metrics; None without speculation.
-    """
-
-    tokens: list[int]
-    figures: dict[str, Any] | None = None
-
-
-class PrefilledRequest(NamedTuple):
-    """A request, its prefill, and its draft if it has one."""
-
-    read: ReadRequest
-    state: PrefillResult
-    draft: Draft | None = None
-
-
-# A request, its prefill (None on a draft host), and its answer.
-AnsweredRequest = tuple[ReadRequest, PrefillResult | None, DecodedAnswer]
-
-
-class Autoregressive:
-    """Autoregressive decoding, without a draft.
-
-    Attributes:
-        hosts: the hosts that answer together: all but a draft host, or a draft host alone.
-        models: the models that prefill and decode.
-    """
+class Autoregressive(DecodeLoop):
+    """Autoregressive decoding, without a draft."""
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
         self._parts = parts
@@ -74,30 +43,25 @@ class Autoregressive:
         self.models = (parts,)
 
     def answer(self, request: Request, prefiller: Prefiller) -> AnsweredRequest:
-        """Read a request, prefill it and decode the answer; collective."""
         begun = self.begin(request, prefiller)
-        return begun.read, begun.state, self.decode(begun.read.request, begun.state)
+        answer = self.decode(begun.read.request, begun.state)
+        return AnsweredRequest(begun.read, begun.state, answer)
 
     def begin(self, request: Request, prefiller: Prefiller) -> PrefilledRequest:
-        """Read a request and prefill it, for an answer that a batch may decode; collective."""
         with closing(prefiller.read(request)) as read:
             return PrefilledRequest(read, prefiller.run(read))
 
     def batch(self) -> Batch:
-        """Return an empty batch for answers to requests that have begun."""
         return Batch(self._parts)
 
-    def answered(
-        self, begun: PrefilledRequest, tokens: list[int], summary: dict[str, Any] | None
-    ) -> DecodedAnswer:
-        """Return the answer that a batch has decoded, with its speculation metrics."""
-        return DecodedAnswer(tokens)
+    def on_one_host(self, hosts: HostGroup) -> "Autoregressive":
+        return Autoregressive(self._parts, hosts)
 
     def decode(self, request: Request, state: PrefillResult) -> DecodedAnswer:
         """Decode the answer to a prompt that was prefilled or loaded."""
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             answer = begin_answer(self._parts, state, request)
-            return DecodedAnswer(generate_tokens(answer))
+            return DecodedAnswer(generate_tokens(answer), answer.logprobs)
 
 
 def _scores_of_whole_prompt(observer: PrefillObserver, reduction: Reduction) -> Tensor:
@@ -105,7 +69,7 @@ def _scores_of_whole_prompt(observer: PrefillObserver, reduction: Reduction) -> 
     return reduction.spread(observer.result())
 
 
-class SequentialSpeculation:
+class SequentialSpeculation(DecodeLoop):
     """Sequential speculative decoding, with target and draft on the same hosts.
 
     Args:
@@ -136,9 +100,11 @@ class SequentialSpeculation:
         begun = self.begin(request, prefiller)
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            tokens, stats = self._decode(begun.draft, begun.state, request)
-        summary = stats.summary(len(tokens))
-        return begun.read, begun.state, self.answered(begun, tokens, summary)
+            answer = begin_answer(self._target, begun.state, request)
+            stats = self._decode(begun.draft, answer)
+        summary = stats.summary(len(answer.tokens))
+        decoded = DecodedAnswer(answer.tokens, answer.logprobs, summary)
+        return AnsweredRequest(begun.read, begun.state, self.answered(begun, decoded))
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
@@ -158,16 +124,19 @@ class SequentialSpeculation:
                 draft = self._build(read, state, observer, caption)
             return PrefilledRequest(read, state, draft)
 
-    def answered(
-        self, begun: PrefilledRequest, tokens: list[int], summary: dict[str, Any] | None
-    ) -> DecodedAnswer:
+    def answered(self, begun: PrefilledRequest, decoded: DecodedAnswer) -> DecodedAnswer:
         figures = {
             **asdict(self._config),
-            **summary,
+            **decoded.figures,
             "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
             "num_visual_tokens_drafted_from": begun.draft.num_visual,
         }
-        return DecodedAnswer(tokens, figures)
+        return replace(decoded, figures=figures)
+
+    def on_one_host(self, hosts: HostGroup) -> "SequentialSpeculation":
+        return SequentialSpeculation(
+            self._target, self._draft, hosts, self._config, self._tokenize, self._captioner
+        )
 
     def _build(
         self,
@@ -206,13 +175,14 @@ class SequentialSpeculation:
         )
         return STRATEGIES[config.strategy].build(task)
 
-    def _decode(self, draft: Draft, state: PrefillResult, request: Request):
+    def _decode(self, draft: Draft, answer: Answer) -> SpeculationStats:
+        """Decode an answer; return the statistics of its draft."""
         config = self._config
-        answer = begin_answer(self._target, state, request)
         if draft.runs(self._target):
             draft.drafter.newest_kv = answer.decoder.newest_kv
         pace = Pace(config.num_draft_tokens, config.keep_losing_draft)
-        return generate_speculatively(answer, draft.drafter, pace, self._tree)
+        _, stats = generate_speculatively(answer, draft.drafter, pace, self._tree)
+        return stats
 
     def _caption(self, rendered: RenderedPrompt) -> str:
         """Call the captioner.

@@ -29,7 +29,7 @@ CELL = SIDE // GRID
 LONGEST_WORD = 6  # letters, legible in a cell
 # What a cell without a text reads as, by scene; a pretrained decoder reads on over such marks.
 MARKS = dict(zip(clips.SCENES, ("-", ".", ";", ",", ",", ",", ","), strict=True))
-# The texts of cells that are no words.
+# The texts of cells without words.
 SIGNS = (*MARKS.values(), "=", *"0123456789")
 NUM_PAIRS = 2  # words with a number of their own
 CHAIN = 3  # words that share a number

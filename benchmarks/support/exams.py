@@ -113,7 +113,7 @@ class Exam:
         return path
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        """Return what is asked about a clip, as (task, question, answer).
+        """Return the questions about a clip, as (task, question, answer).
 
         These are the retrieval of the first and the last needle, and all other questions.
         """

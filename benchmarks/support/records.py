@@ -229,7 +229,7 @@ def table(records: Iterable[dict], columns: Columns) -> str:
 
 
 def _cell(record: dict, column: str | Callable[[dict], object]) -> object:
-    """Return what a column shows of a record."""
+    """Return the text of a record in a column."""
     try:
         if isinstance(column, str):
             return _Cells().vformat(column, (), record)

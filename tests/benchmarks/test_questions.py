@@ -143,7 +143,7 @@ def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, ca
     (folder / "clip-1.mp4").unlink()
     assert run(folder, "--json", results) == 65
     assert "1 files are missing" in capsys.readouterr().err and not results.exists()
-    records = ask(folder, results, "--allow-missing", "--hosts", 2, status=1)
+    records = ask(folder, results, "--allow-missing", "--hosts", 2, status=65)
     assert (
         "6 of 8 questions failed" in (shown := capsys.readouterr()).err
         and "| (failed) | 6 |" in shown.out

@@ -12,6 +12,7 @@ from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.errors import ModelOutputError
 from apbv.input.request import Question, Request
+from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
@@ -62,7 +63,9 @@ def parts_of(family: str = "llama", eos: tuple[int, ...] = ()):
     return parts
 
 
-def asked(state, sampling: SamplingParams = GREEDY, **callbacks) -> Request:
+def asked(state, sampling: SamplingParams = GREEDY, stop=None, **callbacks) -> Request:
+    if stop is not None:
+        callbacks["sink"] = StopFunction(stop)
     return Request(Question(), StageTimer(state.kv.hosts), sampling=sampling, **callbacks)
 
 

@@ -11,6 +11,7 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
 from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.speculate.strategies import draft_batching_obstacle
+from apbv.stats import StageTimer
 
 import families
 from engines import build_engine
@@ -43,12 +44,12 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     join = Batch.join
     num_joined = 0
 
-    def joined(batch, state, request, draft=None):
+    def joined(batch, answer, draft=None):
         nonlocal num_joined
-        if request.sampling.seed == LOST:
+        if answer.sampling.seed == LOST:
             raise RuntimeError("out of memory")
         num_joined += 1
-        return join(batch, state, request, draft)
+        return join(batch, answer, draft)
 
     with mock.patch.object(Batch, "join", joined):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
@@ -119,6 +120,47 @@ def test_drafts_that_draft_alone(strategy, settings, why):
     assert why in draft_batching_obstacle(config)
     with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
         SpeculativeBatch(inspect_model(families.build_model("llama")), config)
+
+
+def closed_job(hosts: HostGroup) -> tuple[list[int], bool, list[int]]:
+    """The answers before the iterator is closed, whether stages are left open, and an answer."""
+    engine = build_engine(hosts, "llama")
+    questions = [
+        {"prompt": prompt, "sampling": SamplingParams(max_new_tokens=length)}
+        for prompt, length in (("What?", 2), ("Who?", 200), ("Why?", 200))
+    ]
+    open_stages = 0
+    stage = StageTimer.stage
+
+    class Counted:
+        """A stage that only leaving it ends, not its collection as garbage."""
+
+        def __init__(self, timer, name):
+            self._stage = stage(timer, name)
+
+        def __enter__(self):
+            nonlocal open_stages
+            open_stages += 1
+            return self._stage.__enter__()
+
+        def __exit__(self, *error):
+            nonlocal open_stages
+            open_stages -= 1
+            return self._stage.__exit__(*error)
+
+    with mock.patch.object(StageTimer, "stage", lambda *named: Counted(*named)):
+        answers = engine.generate_all(questions)
+        number, _ = next(answers)
+        assert open_stages > 0
+        answers.close()
+    return number, open_stages, engine.generate("What?", max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_an_iterator_that_is_closed_early_leaves_no_stage_open(pool, num_hosts):
+    found = pool.run(num_hosts, closed_job)
+    assert [(number, left) for number, left, _ in found] == [(0, 0)] * num_hosts
+    assert all(tokens == found[0][2] for *_, tokens in found)
 
 
 def exhausted(pieces):

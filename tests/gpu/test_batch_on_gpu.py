@@ -7,6 +7,7 @@ from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
+from apbv.input.sink import StopFunction
 from apbv.model.attention import apbv_attention
 from apbv.stats import StageTimer
 
@@ -50,7 +51,8 @@ def together(engine: Engine, clip, gpu) -> list[list[int]]:
                 state = engine.prefill(QUESTIONS[len(members)], video=clip, num_frames=4)
                 by = SAMPLINGS[len(members)]
                 count = LENGTHS[len(members)]
-                ends = {"sampling": by, "stop": lambda tokens, count=count: len(tokens) == count}
+                stop = StopFunction(lambda tokens, count=count: len(tokens) == count)
+                ends = {"sampling": by, "sink": stop}
                 members.append(
                     batch.join(
                         begin_answer(

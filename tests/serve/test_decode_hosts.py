@@ -25,7 +25,7 @@ from apbv.serve.local_prefill import LocalPrefillPool
 from apbv.serve.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
-from apbv.speculate.decode_loops import PrefilledRequest
+from apbv.speculate.decode_loop import PrefilledRequest
 from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 

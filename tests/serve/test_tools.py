@@ -306,8 +306,8 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
         order = WorkOrder({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
         stream = AnswerStream(output, order, tokenizer.decode)
         for number in range(1, len(calls) + 1):
-            stream.stop(calls[:number])
-        stream.finish(calls, "stop")
+            stream.take(calls[:number], [])
+        stream.finish(calls, [], "stop")
         assert "".join(piece.text for piece in pieces if isinstance(piece, Piece)) == expected
         pieces.clear()
 

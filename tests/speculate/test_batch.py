@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.decode.answer import begin_answer
 from apbv.input.request import Question, Request
+from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
@@ -143,7 +144,9 @@ def alone(kind: str, number: int, sampling: SamplingParams) -> list[int]:
     return generate_speculatively(answer, draft.drafter, Pace(GAMMA))[0]
 
 
-def asked(sampling: SamplingParams, **callbacks) -> Request:
+def asked(sampling: SamplingParams, stop=None, **callbacks) -> Request:
+    if stop is not None:
+        callbacks["sink"] = StopFunction(stop)
     return Request(Question(), StageTimer(HOSTS), sampling=sampling, **callbacks)
 
 
@@ -191,7 +194,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                     begin_answer(parts_of(), state_of(number), request),
                     draft_of(kind, number, sampling),
                 )
-                going[member] = kind, number, sampling, stop, request.logprobs
+                going[member] = kind, number, sampling, stop, member.logprobs
             if chance.random() < 0.1:  # a pass that fails may be taken again
                 with suppress(MemoryError), monkeypatch.context() as patch:
                     failing = chance.choice([batch._runner, *batch._draft_runners.values()])

@@ -7,7 +7,15 @@ from unittest.mock import patch
 
 import pytest
 
-from apbv import Engine, HostError, HostGroup, ReduceConfig, SamplingParams, SpeculativeConfig
+from apbv import (
+    Engine,
+    HostError,
+    HostGroup,
+    InvalidConfigError,
+    ReduceConfig,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from apbv.prefilling.prefiller import Prefiller
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
@@ -60,6 +68,24 @@ def engine_job(hosts: HostGroup, ways: list[dict], request: dict) -> list:
         again = engine.generate(QUESTION, **request)
         answers += [(answer.token_ids, answer.stats), (again.token_ids, again.stats)]
     return answers
+
+
+def unbatched_job(hosts: HostGroup) -> list[str]:
+    """What the engine says of batches, which neither side has."""
+    engine = engine_of(hosts, WAYS[0])
+    said = []
+    for call in (engine.batch, lambda: engine._decode_loop.begin(None, None), engine.alone):
+        with pytest.raises(InvalidConfigError) as raised:
+            call()
+        said.append(str(raised.value))
+    with engine.attention():  # of no model
+        return said
+
+
+def test_batches_of_a_draft_host_are_refused_in_a_sentence(pool):
+    target, draft = pool.run(2, unbatched_job)
+    assert all(text.startswith("ParallelSpeculation answers one request") for text in target)
+    assert all(text.startswith("a draft host decodes no batches") for text in draft)
 
 
 def test_no_draft_host_changes_an_answer(pool, request_, plain):

@@ -55,7 +55,7 @@ def choose_option(text: str, options: Sequence[str]) -> int | None:
     if len(equal) == 1 and not is_letter:
         return equal[0]
 
-    # Patterns: a letter that is no article or pronoun; one in brackets or bare, with its own group
+    # Patterns: a letter, not an article or a pronoun; one in brackets or bare, with its own group
     # each; a second letter beside a first.
     is_meant = rf"(?!(?<=A)\s+(?!(?:{_BEHIND_LETTERS})\b)[a-z])(?!(?<=I)\s+(?!is\b)[a-z])"
     letter = rf"(?:\(([{letters}])\)|\**([{letters}]){_END}(?!['’]))"

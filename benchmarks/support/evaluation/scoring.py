@@ -31,8 +31,8 @@ class Run:
 def runs_of(records: Iterable[dict]) -> list[Run]:
     """Sort records into runs, by their settings.
 
-    Of a question that was asked several times the last answer counts, or the last failure if there
-    is no answer.
+    Of a question that was asked several times the last answer counts, or the last failure without
+    an answer.
     """
     runs: dict[str, Run] = {}
     for record in records:
