@@ -243,7 +243,7 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 def _kv_of(layer: object) -> tuple[Tensor, Tensor]:
     """Return the KV of a layer that has read a prompt."""
-    assert isinstance(layer, DynamicLayer), "drafts are no hybrids"
+    assert isinstance(layer, DynamicLayer), "a hybrid cannot be a draft"
     assert layer.keys is not None and layer.values is not None, "it has read a prompt"
     return layer.keys, layer.values
 
