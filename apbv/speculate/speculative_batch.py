@@ -307,8 +307,10 @@ class SpeculativeBatch(Batch):
         members = []
         to_draft: Windows = {}
         for member in self._drafting_members:
+            if not member.goes_on:
+                continue
             window = min(windows.get(member, 0), member.own_answer.num_left - 1)
-            if member.goes_on and self._has_room(member, 1 + window):
+            if self._has_room(member, 1 + window):
                 members.append(member)
                 if window:
                     to_draft[member] = window

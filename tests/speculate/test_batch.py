@@ -229,6 +229,29 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     assert accepted > 40, accepted
 
 
+def test_an_answer_whose_kv_cannot_be_taken_in_fails_alone(monkeypatch):
+    """Also where the others draft in the same step."""
+
+    def no_memory(*_):
+        raise RuntimeError("no memory")
+
+    batch = SpeculativeBatch(parts_of(), FIXED)
+    sampling = SAMPLINGS[0]
+    first = batch.join(
+        begin_answer(parts_of(), state_of(0), asked(sampling)), draft_of("ngram", 0, sampling)
+    )
+    batch.step()
+    second = batch.join(begin_answer(parts_of(), state_of(1), asked(sampling)))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "_own", no_memory)
+        batch.step()
+    assert str(second.error) == "no memory"
+    while len(batch):
+        batch.step()
+    assert first.error is None
+    assert first.tokens == expected(0, sampling)
+
+
 @pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("own KV", False)])
 def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
     """But not so bad that it would never be tried."""
