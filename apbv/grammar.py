@@ -17,7 +17,7 @@ from .schemas import prepared
 from .versions import how_to_install
 
 # JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
 
 
@@ -162,10 +162,11 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
 
     kind = _kind(grammar)
     text = json_schema if grammar is None else grammar
+    assert text is not None  # there is one of the two
     if len(text) > _MAX_SCHEMA_CHARS:
         raise InvalidRequestError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
     with raised_as(InvalidRequestError, f"not a valid {kind}", ValueError, RecursionError):
         if grammar is not None:
-            return LLMatcher.grammar_from_lark(grammar)
-        schema = json.dumps(prepared(json_schema))
+            return LLMatcher.grammar_from_lark(text)
+        schema = json.dumps(prepared(text))
         return LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING)

@@ -15,6 +15,7 @@ from ..grammar import Grammar
 from ..input.request import Request
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..model.parts import ModelParts
+from ..pending import Pending
 from ..prefilling.result import PrefillResult
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
@@ -63,8 +64,8 @@ class Answer:
     ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # One reader for each call of `tell_of` that `cut` has not read yet.
-    _pending_logprobs: deque[Callable[[], list]] = field(default_factory=deque, init=False)
+    # One for each call of `tell_of` that `cut` has not read yet.
+    _pending_logprobs: deque[Pending[list]] = field(default_factory=deque, init=False)
 
     @property
     def next_index(self) -> int:
@@ -84,8 +85,8 @@ class Answer:
         num_before = len(self.tokens)
         # Of every new token, and perhaps of rejected ones after them.
         if self.sampling.logprobs is not None:
-            read_logprobs = self._pending_logprobs.popleft()
-            self.logprobs += map(TokenLogprobs.unpack, read_logprobs())
+            arriving = self._pending_logprobs.popleft()
+            self.logprobs += map(TokenLogprobs.unpack, arriving.wait())
             del self.logprobs[num_before + len(new) :]
         for count in range(1, len(new) + 1):
             if self._ends_with(new[:count]):
@@ -188,7 +189,7 @@ class Answer:
             return None
         return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
-    def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
+    def agree(self, arriving: Pending[list[list[int]]] | None) -> tuple[int, bool]:
         """Return the token that host 0's device has chosen, as :meth:`choose` does; collective.
 
         Args:
@@ -196,7 +197,7 @@ class Answer:
         """
         chosen = None
         if arriving is not None:
-            tokens, are_finite = arriving()
+            tokens, are_finite = arriving.wait()
             if are_finite[0]:
                 _, has_ended = self.cut(tokens[:1])
                 chosen = [tokens[0], has_ended]

@@ -5,7 +5,7 @@ so that the model's matrix products have R rows. Attention reads the KV of each 
 place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from ..device_copy import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
+from ..pending import Pending
 from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
@@ -95,8 +96,8 @@ class QueuedStep:
         return not all(member.has_ended for member in self.members)
 
 
-# Waits for the new tokens of each sequence of a step.
-TokenReader = Callable[[], list[list[int]]]
+# The new tokens of each sequence of a step.
+ArrivingTokens = Pending[list[list[int]]]
 
 
 class Batch:
@@ -190,10 +191,10 @@ class Batch:
                 logits = torch.stack([member.answer.logits for member in fresh])
                 choice = self._choose(fresh, logits)
                 stepped = fresh
-                read_tokens = _start_reading(choice)
+                arriving = _start_reading(choice)
             else:
-                stepped, read_tokens = self._advance()
-        for member, new_tokens in zip(stepped, read_tokens(), strict=True):
+                stepped, arriving = self._advance()
+        for member, new_tokens in zip(stepped, arriving.wait(), strict=True):
             # Some may have left meanwhile, or run out of memory.
             if not member.has_ended:
                 member.add(new_tokens)
@@ -211,26 +212,26 @@ class Batch:
         except Exception as error:
             self._members.pop().end(error)
 
-    def _advance(self) -> tuple[list[Member], TokenReader]:
+    def _advance(self) -> tuple[list[Member], ArrivingTokens]:
         """Queue the next work on the device.
 
         Returns:
-            Its sequences, and a function that waits for their tokens.
+            Its sequences, and their tokens.
         """
         if self._queued is not None and not self._queued.has_any():
             self._queued = None
         if self._queued is None:
             self._queued = self._queue_step()
         if self._queued is None:
-            return [], list
+            return [], Pending(list)
         step = self._queued
-        read_tokens = _start_reading(step.choice)
+        arriving = _start_reading(step.choice)
         # If queueing raises, the step stays in place, and its tokens are read again.
         following = None
         if self._runs_ahead and self._may_run_ahead():
             following = self._queue_step(step)
         self._queued = following
-        return step.members, read_tokens
+        return step.members, arriving
 
     def _may_run_ahead(self) -> bool:
         """Return whether the next step needs none of the queued tokens on the CPU."""
@@ -363,21 +364,20 @@ class Batch:
         return OwnKV(layers, position)
 
 
-def _start_reading(choice: Choice) -> TokenReader:
-    """Start to copy chosen tokens to the CPU; the returned function waits for them.
+def _start_reading(choice: Choice) -> ArrivingTokens:
+    """Start to copy chosen tokens to the CPU.
 
     A row without a token to choose gives :data:`~.answer.NO_TOKEN`.
     """
-    fetch = choice.fetch()
 
-    def read_tokens() -> list[list[int]]:
-        tokens, are_finite = fetch()
+    def as_new_tokens(read: list[list[int]]) -> list[list[int]]:
+        tokens, are_finite = read
         return [
             [token if is_finite else NO_TOKEN]
             for token, is_finite in zip(tokens, are_finite, strict=True)
         ]
 
-    return read_tokens
+    return choice.fetch().then(as_new_tokens)
 
 
 def model_batching_obstacle(parts: ModelParts) -> str | None:

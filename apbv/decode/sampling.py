@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import SamplingParams
 from ..device_copy import fetch, to_device
+from ..pending import Pending
 
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
@@ -44,10 +45,8 @@ class Choice(NamedTuple):
 
     def fetch(
         self, wait: Callable[[torch.cuda.Event], None] | None = None
-    ) -> Callable[[], tuple[list[int], list[int]]]:
-        """Start to copy the tokens to the CPU; the returned function waits for them.
-
-        It returns the tokens, and for each whether its row has one.
+    ) -> Pending[list[list[int]]]:
+        """Start to copy to the CPU the tokens, and for each whether its row has one.
 
         Args:
             wait: as of :func:`apbv.device_copy.fetch`.
@@ -60,7 +59,7 @@ class Choice(NamedTuple):
         Raises:
             NotFiniteError: a row has no token.
         """
-        tokens, are_finite = self.fetch()()
+        tokens, are_finite = self.fetch().wait()
         if not all(are_finite):
             raise NotFiniteError
         return tokens

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..device_copy import to_device
 from ..errors import InvalidRequestError
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..layout import ContextLayout, intersect
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from
@@ -413,7 +413,7 @@ class LayerGather:
         self._releases = releases
         self._gathered = DynamicCache()
         self._num_sent = 0
-        self._exchange: Exchange | None = None  # of the newest layer
+        self._exchange: Pending | None = None  # of the newest layer
 
     def __del__(self):
         # A buffer in transfer must not be freed, also if the prefill has ended early.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..device_copy import numbers_in, to_device
 from ..errors import HostError, RequestCancelled
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -225,8 +225,8 @@ class _Round:
     """
 
     places: Tensor
-    rows: Exchange
-    failures: Exchange
+    rows: Pending
+    failures: Pending
 
 
 class _Rounds:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..layout import ContextLayout
 from ..model.linear_attention import Convolution, LinearStates, Rule
 from ..model.parts import ModelParts
@@ -150,7 +150,7 @@ class SplitLinearAttention:
 
     def _start_exchange(
         self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor
-    ) -> Exchange | None:
+    ) -> Pending | None:
         """Send the maps of this host's blocks to all hosts.
 
         A map is ``[1, Hv, Dk, Dv + Dk]``: bias and transition. Both are final states: one with the

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
 from ..device_copy import numbers_in, to_device
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -152,7 +152,7 @@ class DraftTask:
     sampling: SamplingParams
     vocab_size: int
     leave_last: bool = False
-    awaited: Exchange | None = None
+    awaited: Pending | None = None
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
@@ -229,7 +229,7 @@ class Draft:
     num_visual: int
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
-    awaited: Exchange | None = None
+    awaited: Pending | None = None
 
     def runs(self, parts: ModelParts) -> bool:
         """Return whether the drafter on this host runs this very model, the target.

@@ -19,12 +19,13 @@ from torch.nn import functional
 
 from ..config import SpeculativeConfig
 from ..decode.answer import NO_TOKEN, Answer
-from ..decode.batch import Batch, Member, TokenReader
+from ..decode.batch import ArrivingTokens, Batch, Member
 from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
 from ..device_copy import fetch, to_device
 from ..errors import InvalidConfigError
 from ..model.parts import ModelParts
+from ..pending import Pending
 from .draft import Draft
 from .drafters import ModelDrafter
 from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats
@@ -242,7 +243,7 @@ class SpeculativeBatch(Batch):
             return None
         return dict(zip(drafting, windows, strict=True))
 
-    def _advance(self) -> tuple[list[Member], TokenReader]:
+    def _advance(self) -> tuple[list[Member], ArrivingTokens]:
         if self._queued is not None:
             return super()._advance()
         self._roll_back()
@@ -260,8 +261,8 @@ class SpeculativeBatch(Batch):
             if member.draft_kv is not None:
                 member.draft_kv.num_run = min(member.draft_kv.num_run, member.kv.num_run)
 
-    def _round(self, windows: Windows) -> tuple[list[Member], TokenReader]:
-        """Queue a round; return its sequences, and a function that waits for their tokens."""
+    def _round(self, windows: Windows) -> tuple[list[Member], ArrivingTokens]:
+        """Queue a round; return its sequences, and their tokens."""
         began = time.perf_counter()
         device = self._parts.device
 
@@ -275,7 +276,7 @@ class SpeculativeBatch(Batch):
                 if window:
                     to_draft[member] = window
         if not members:
-            return [], list
+            return [], Pending(list)
 
         # Draft.
         drafted_of = self._draft(to_draft)
@@ -292,18 +293,17 @@ class SpeculativeBatch(Batch):
             _decide(member.answer, of_member, rows)
             for member, of_member, rows in zip(members, drafted, logits.split(counts), strict=True)
         ]
-        read = fetch(RoundResult.pack(decisions, drafted))
 
-        def read_tokens() -> list[list[int]]:
+        def take_results(packed: list) -> list[list[int]]:
             windows = [count - 1 for count in counts]
-            results = RoundResult.unpack(read(), windows)
+            results = RoundResult.unpack(packed, windows)
             seconds = time.perf_counter() - began
             self._pace(len(members)).learn(sum(windows), 0.0, seconds)
             for member, result in zip(members, results, strict=True):
                 self._learn(member, result)
             return [result.new_tokens for result in results]
 
-        return members, read_tokens
+        return members, fetch(RoundResult.pack(decisions, drafted)).then(take_results)
 
     def _learn(self, member: DraftingMember, result: RoundResult) -> None:
         """Count a round of one answer."""
