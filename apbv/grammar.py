@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,15 @@ from .reporting import raised_as
 from .schemas import prepared
 from .versions import how_to_install
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 # JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
-_SPACING: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING: "JsonCompileOptions" = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
 
 

@@ -5,7 +5,7 @@ one, the next is preprocessed and the one after that decoded, each by a thread o
 more than a few chunks are in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class SourcePixels:
     timer: StageTimer
     runs_ahead: bool = True
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Read, decode and preprocess chunks; implements :class:`~apbv.input.visual.Pixels`."""
         pixels = self._read(chunks)
         if self.runs_ahead:
@@ -65,7 +65,7 @@ class SourcePixels:
         with closing(pixels):
             yield from pixels
 
-    def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def _read(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         # Plan: the chunks of every run of patches.
         shares = []
         num_read = 0
@@ -89,7 +89,7 @@ class SourcePixels:
                 return_freed_memory()  # a peak that hardly any other request has
 
 
-def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
+def ahead(chunks: Generator[PixelChunk, None, None]) -> Generator[PixelChunk, None, None]:
     """Produce each chunk in a thread while the previous one is in use.
 
     Args:
@@ -117,7 +117,7 @@ class GivenPixels:
 
     items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Cut chunks; implements :class:`~apbv.input.visual.Pixels`."""
         for chunk in chunks:
             kinds = []
@@ -149,7 +149,7 @@ class KeptPixels:
         self._results: list[PixelChunk | Exception | None] = []
         self._source: Iterator[PixelChunk] | None = None
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Read chunks, or return those in memory; implements :class:`~apbv.input.visual.Pixels`.
 
         All callers get the chunks that the first one asks for.
@@ -231,7 +231,7 @@ class VideoReader:
     config: VideoConfig = field(default_factory=VideoConfig)
     runs_ahead: bool = True
 
-    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[Tensor]:
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[Tensor, None, None]:
         """Decode the frames of chunks, one chunk after the other: uint8 ``[t, H, W, 3]``.
 
         Args:
@@ -302,7 +302,7 @@ class ImageReader:
         """The images' size as RGB."""
         return sum(3 * picture.height * picture.width for picture in self.pictures)
 
-    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[list[Any], None, None]:
         """Decode the images of chunks, one chunk after the other.
 
         Args:

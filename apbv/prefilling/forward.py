@@ -14,7 +14,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify
-from ..kv.placement import ShardedKV
+from ..kv.placement import PlacedKV, ShardedKV
 from ..model.attention import apbv_attention
 from ..model.linear_attention import LinearStates
 from ..model.parts import DecoderSizes, ModelParts, inspect_model
@@ -84,7 +84,8 @@ def prefill(
     hosts = hosts or HostGroup.from_env()
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
-    prunes = config.reduce is not None and not config.reduce.keeps_all
+    reduce = config.reduce
+    prunes = reduce is not None and not reduce.keeps_all
     reset_peak_memory(hosts.device)
 
     # Check.
@@ -106,8 +107,8 @@ def prefill(
             )
         _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
-        if prunes:
-            require_reducible(config.reduce, inputs)
+        if reduce is not None and prunes:
+            require_reducible(reduce, inputs)
         agreement.content("the prompt", inputs.input_ids.numpy().tobytes())
         agreement.settings("the prefill configuration", config.shared)
         agreement.settings("the model's configuration", parts.config_values)
@@ -158,10 +159,11 @@ def prefill(
         )
 
     # Gather the KV on the decode host, or leave it sharded.
-    kv = ShardedKV(shards, hosts, states)
+    sharded = ShardedKV(shards, hosts, states)
+    kv: PlacedKV = sharded
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
-            kv = kv.gathered()
+            kv = sharded.gathered()
     timer.mark_prefilled()
 
     # Only once the time is taken: it is collective, and waits for the device.

@@ -57,7 +57,7 @@ def run_language_model(
         empty = torch.empty(
             1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device
         )
-        for layer in cache.layers:
+        for layer in cache.shards:
             layer.hold(empty, empty)
         return None
     merged, extra = visual.merge_into(parts, inputs.input_ids[:, local])

@@ -51,7 +51,7 @@ def start_moving(
     tokens_of: Sequence[Tensor],
     tokens_for: Sequence[Tensor],
     hosts: HostGroup,
-) -> Pending:
+) -> Pending[list[MovedRows]]:
     """Start sending every host the rows of the tokens that it needs.
 
     Collective, and without cost if all have them.

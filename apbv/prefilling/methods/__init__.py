@@ -9,7 +9,9 @@ from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
 
 # Methods by which host 0 alone computes the blocks that the selection of this name chooses.
-_SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
+_SPARSE_METHODS: list[type[PrefillMethod]] = [
+    type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES
+]
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method
     for method in (
