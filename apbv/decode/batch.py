@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from ..device_copy import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
-from ..kv.cache import GrowingLayer
+from ..kv.cache import GrowingLayer, growing_layers
 from ..model.parts import ModelParts
 from ..pending import Pending
 from .answer import NO_TOKEN, Answer, finish_reason
@@ -28,6 +28,7 @@ class Member:
 
     Attributes:
         tokens: the answer so far, an end token included.
+        has_ended: whether no token follows: the answer is complete, failed or was aborted.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if
             it was aborted.
         error: why the answer failed; None if it did not.
@@ -38,18 +39,28 @@ class Member:
         self.tokens = answer.tokens
         self.finish_reason: str | None = None
         self.error: Exception | None = None
-        self.answer: Answer | None = answer
+        self.has_ended = False
         self.kv: OwnKV | None = None
+        self._answer: Answer | None = answer
 
     @property
-    def has_ended(self) -> bool:
-        """Whether no token follows: the answer is complete, failed or was aborted."""
-        return self.answer is None
+    def answer(self) -> Answer:
+        """The decoding state of the answer, until its end."""
+        if self._answer is None:
+            raise RuntimeError("the answer has ended")
+        return self._answer
+
+    @property
+    def running_kv(self) -> OwnKV:
+        """The KV of an answer that runs."""
+        if self.kv is None:
+            raise RuntimeError("the answer has no KV yet, or any more")
+        return self.kv
 
     @property
     def goes_on(self) -> bool:
         """Whether another token follows the chosen ones, judging by their number."""
-        return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
+        return self.kv is not None and self.kv.num_run + 1 < self.answer.max_new_tokens
 
     def add(self, new: Sequence[int]) -> None:
         """Append the next tokens, which may end the answer.
@@ -76,7 +87,9 @@ class Member:
         """Release the KV; no token follows."""
         # The frames of an error's traceback hold the KV, and this member, which holds the error.
         self.error = None if error is None else without_frames(error)
-        self.answer = self.kv = None
+        self.has_ended = True
+        self._answer = None
+        self.kv = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +268,7 @@ class Batch:
         if previous is not None:
             row_of = {member: row for row, member in enumerate(previous.members)}
         newest_tokens = self._newest_tokens(members, previous, row_of)
-        logits = self._runner.run(newest_tokens, [member.kv for member in members])
+        logits = self._runner.run(newest_tokens, [member.running_kv for member in members])
         try:
             # Of each sequence the token before, where the CPU does not know it yet.
             unread = [
@@ -266,7 +279,7 @@ class Batch:
         except Exception:
             # The same rows of KV are written again.
             for member in members:
-                member.kv.num_run -= 1
+                member.running_kv.num_run -= 1
             raise
 
     def _newest_tokens(
@@ -287,7 +300,7 @@ class Batch:
         # All on the CPU.
         known = [member for member in members if member not in row_of]
         tokens_of_known = [member.tokens[-1] for member in known]
-        if len(known) == len(members):
+        if previous is None or len(known) == len(members):
             return tokens_of_known
         # Some here, some there: the known ones come after the rows of the previous step.
         device = self._parts.device
@@ -302,7 +315,7 @@ class Batch:
     def _has_room(self, member: Member, count: int = 1) -> bool:
         """Make room for a sequence's next rows, or mark it as failed."""
         try:
-            member.kv.make_room(count)
+            member.running_kv.make_room(count)
         except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
             member.end(error)
         return not member.has_ended
@@ -317,7 +330,7 @@ class Batch:
                 else nothing; none at all: all are known.
         """
         answers = [member.answer for member in members]
-        indices = [member.answer.prompt_len + member.kv.num_run for member in members]
+        indices = [member.answer.prompt_len + member.running_kv.num_run for member in members]
         logit_rows = logits.split(1)
 
         # Bias, penalties and grammars.
@@ -350,7 +363,8 @@ class Batch:
             if self._stream is not None:
                 answer.logits.record_stream(self._stream)
             try:
-                member.kv = self._own(answer.decoder.cache.layers, answer.decoder.next_position)
+                layers = growing_layers(answer.decoder.require_cache())
+                member.kv = self._own(layers, answer.decoder.next_position)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.end(error)
 

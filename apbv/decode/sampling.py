@@ -157,7 +157,7 @@ def choose_each(
     for row, config in enumerate(configs):
         alike.setdefault(config.cuts, []).append(row)
     choices = []
-    drawn_from = [None] * len(configs)
+    drawn_from: list[Tensor | None] = [None] * len(configs)
     for cuts, rows in alike.items():
         chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
         if cuts[0] == 0:
@@ -177,9 +177,9 @@ def choose_each(
 
 def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Return logits ``[R, V]`` with these tokens masked in these rows; the others are unchanged."""
-    rows = to_device(rows, logits.device)[:, None]
+    places = to_device(rows, logits.device)[:, None]
     columns = to_device([token for token in tokens if token < logits.shape[1]], logits.device)
-    return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
+    return logits.index_put((places, columns), logits.new_full((), -torch.inf))
 
 
 class Penalties:
@@ -243,6 +243,6 @@ class Penalties:
 
 def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
     """Return logits ``[R, V]`` with a bias added to those of some tokens."""
-    columns, values = zip(*bias, strict=True)
-    values = to_device(values, logits.device, logits.dtype).expand(len(logits), -1)
-    return logits.index_add(1, to_device(columns, logits.device, torch.int64), values)
+    tokens, amounts = zip(*bias, strict=True)
+    values = to_device(amounts, logits.device, logits.dtype).expand(len(logits), -1)
+    return logits.index_add(1, to_device(tokens, logits.device, torch.int64), values)

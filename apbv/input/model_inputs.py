@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..refusals import refuse
@@ -92,6 +93,16 @@ class ModelInputs:
                 f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} "
                 f"positions, but the model has {max_positions} (max_position_embeddings)"
             )
+
+    def require_visual(self) -> VisualInput:
+        """Return what a prompt shows, which is known to show something.
+
+        Raises:
+            InvalidRequestError: it is a text.
+        """
+        if self.visual is None:
+            raise InvalidRequestError("the prompt has neither images nor video")
+        return self.visual
 
     def without_pixels(self) -> "ModelInputs":
         """Return the same prompt with its pixels and spectrograms released."""

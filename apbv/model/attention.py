@@ -8,10 +8,10 @@ file is copied.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -47,7 +47,7 @@ class LayerAttention(Protocol):
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,  # a layer's attention, of transformers
     query: Tensor,
     key: Tensor,
     value: Tensor,

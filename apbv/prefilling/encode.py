@@ -169,10 +169,11 @@ def all_rows(
     ]
     no_rows = streams[0][:0]
     num_encoded = 0
-    error = None
+    error: Exception | None = None
     with closing(source(chunks)) as encoded:
         for chunk in chunks:
-            require_going_on(hosts, stop)
+            if hosts is not None:
+                require_going_on(hosts, stop)
             if error is not None:  # others encode the same chunks, and ask before each of them
                 continue
             try:

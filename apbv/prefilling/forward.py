@@ -1,6 +1,6 @@
 """Sequence-parallel prefill: one forward pass of an unmodified language model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -118,7 +118,7 @@ def prefill(
         hosts.require_same_on_ranks(_WEIGHTS, parts.weights_sample)
 
     # Reduce.
-    encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
+    encoded = encoded or _tower(parts, inputs, timer)
     reduction = None
     if prunes:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
@@ -183,6 +183,18 @@ def prefill(
         reduction=reduction,
         warning=method.warning(method.layout),
     )
+
+
+def _tower(parts: ModelParts, inputs: ModelInputs, timer: StageTimer) -> VisualRows:
+    """Return the vision tower as the source of a prompt's visual rows."""
+    if inputs.visual is None:
+        return _no_rows
+    return partial(tower_rows, parts, inputs.visual, timer)
+
+
+def _no_rows(chunks: Sequence[range]) -> Generator[Tensor, None, None]:
+    """Yield no rows, of a prompt that shows nothing."""
+    yield from ()
 
 
 def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
@@ -297,6 +309,7 @@ def _forward(
     # Compute the logits where the last token is; None: on every host.
     last_token_host = layout.last_token_host
     if last_token_host in (None, hosts.rank):
+        assert hidden is not None  # it has tokens
         logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)

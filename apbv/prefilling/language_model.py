@@ -11,6 +11,7 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import NewTokenAttention
 from ..model.linear_attention import LinearStates
+from ..model.modules import decoder_layers
 from ..model.parts import ModelParts
 from ..versions import CACHE_ARGUMENT
 from .cancelling import Stop, asking_before_each, require_going_on
@@ -117,7 +118,7 @@ def _run(
             return args
         return (embeds.pop(), *args[1:])
 
-    hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    hook = decoder_layers(decoder)[0].register_forward_pre_hook(hand_over, prepend=True)
     options |= {
         "position_ids": to_device(positions, parts.device),
         "use_cache": True,

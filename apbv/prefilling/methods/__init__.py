@@ -12,18 +12,16 @@ from .zigzag_ring import ZigzagRingMethod
 _SPARSE_METHODS: list[type[PrefillMethod]] = [
     type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES
 ]
-METHODS: dict[str, type[PrefillMethod]] = {
-    method.name: method
-    for method in (
-        FullMethod,
-        *_SPARSE_METHODS,
-        ZigzagRingMethod,
-        UlyssesMethod,
-        StarMethod,
-        ApbMethod,
-        ApbvMethod,
-    )
-}
+_METHODS: list[type[PrefillMethod]] = [
+    FullMethod,
+    *_SPARSE_METHODS,
+    ZigzagRingMethod,
+    UlyssesMethod,
+    StarMethod,
+    ApbMethod,
+    ApbvMethod,
+]
+METHODS: dict[str, type[PrefillMethod]] = {method.name: method for method in _METHODS}
 
 
 def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
