@@ -229,7 +229,9 @@ def plan(
         device=device,
         device_memory=device_memory,
     )
-    planned = planner.plan(tokens if num_frames is None else num_frames)
+    count = tokens if num_frames is None else num_frames
+    assert count is not None  # one of the two is given
+    planned = planner.plan(count)
     return replace(planned, most=planner.find_most())
 
 
@@ -399,6 +401,7 @@ class _Planner:
 
     def _video(self, num_frames: int) -> _Prompt:
         """Estimate a prompt of a video and a question."""
+        assert self.frame_shape is not None  # the prompt is a video
         height, width = self.frame_shape
         video = video_size(self.config, num_frames, height, width, self.processor)
         context_stop = _TOKENS_BEFORE + video.num_rows + video.num_text_tokens

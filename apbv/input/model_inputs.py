@@ -229,13 +229,14 @@ class ModelInputs:
         Args:
             chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
         """
-        share = self.visual.patches[self.visual.host]
-        visual = replace(
-            self.visual,
+        visual = self.require_visual()
+        share = visual.patches[visual.host]
+        shown = replace(
+            visual,
             pixels=pixels if share else None,
             chunk_bytes=chunk_bytes,
         )
-        return replace(self, visual=visual)
+        return replace(self, visual=shown)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -335,6 +336,7 @@ def _kinds_of_placeholders(
         # It has one placeholder, which here is a video's.
         is_image = torch.zeros_like(input_ids, dtype=torch.bool)
     else:
+        assert parts.image_token_id is not None  # the model sees
         is_image = input_ids == parts.image_token_id
     are_images = is_image[parts.is_visual(input_ids)].tolist()
     return ["image" if image else "video" for image in are_images]

@@ -5,14 +5,14 @@ one, the next is preprocessed and the one after that decoded, each by a thread o
 more than a few chunks are in memory.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,28 @@ _IMAGE_VALUES = (
 )
 
 
+class Reader(Protocol):
+    """Reads adjacent items of one kind, and makes pixels of them."""
+
+    @property
+    def kind(self) -> str:
+        """``"video"`` or ``"image"``."""
+        ...
+
+    @property
+    def num_merged(self) -> int:
+        """The frames of a temporal patch."""
+        ...
+
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[Any, None, None]:
+        """Yield what :meth:`prepare` takes of each chunk, a sequence of frames or images."""
+        ...
+
+    def prepare(self, read: Any) -> "tuple[dict[str, Any], torch.cuda.Event | None]":
+        """Return pixels, and the event with which a GPU has made them; None: they are there."""
+        ...
+
+
 @dataclass(frozen=True)
 class SourcePixels:
     """Pixels that are read from their files on demand.
@@ -67,15 +89,15 @@ class SourcePixels:
 
     def _read(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         # Plan: the chunks of every run of patches.
-        shares = []
+        shares: list[tuple[list[range], int, Reader]] = []
         num_read = 0
         num_frames = 0
-        for run, reader in self.readers:
+        for run, of_run in self.readers:
             chunks_of_run = [chunk for chunk in chunks if chunk.start in run]
             if chunks_of_run:
-                shares.append((chunks_of_run, run.start, reader))
+                shares.append((chunks_of_run, run.start, of_run))
                 num_patches = sum(len(chunk) for chunk in chunks_of_run)
-                num_frames += num_patches * reader.num_merged
+                num_frames += num_patches * of_run.num_merged
         # Read.
         for chunks_of_run, first, reader in shares:
             with closing(reader.read(chunks_of_run, first)) as frames_of_chunks:
@@ -147,7 +169,7 @@ class KeptPixels:
         self._is_closed = False
         # The chunks that were read; after the last, None, or the error that ended them.
         self._results: list[PixelChunk | Exception | None] = []
-        self._source: Iterator[PixelChunk] | None = None
+        self._source: Generator[PixelChunk, None, None] | None = None
 
     def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Read chunks, or return those in memory; implements :class:`~apbv.input.visual.Pixels`.
@@ -333,7 +355,8 @@ class ImageReader:
             for are_resized, run in groupby(read, _is_resized):
                 images = list(run)
                 if are_resized:
-                    batches.append(self._resized(images))
+                    with_sizes = [(image, size) for image, size in images if size is not None]
+                    batches.append(self._resized(with_sizes))
                 else:
                     batches.append(self._by_processor([image for image, _ in images]))
             if len(batches) == 1:

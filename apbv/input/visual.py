@@ -279,7 +279,7 @@ class VisualInput(RowStarts):
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
         most = most_in_a_chunk(longest, max(costs), num_bytes)
         share = self.patches[host]
-        chunks = []
+        chunks: list[range] = []
         for run, _ in self.runs:
             chunks += _cut(intersect(run, share), costs, most)
         return chunks
