@@ -209,7 +209,7 @@ class Answer:
                 _, is_last = self.cut(tokens[:1])
                 chosen = [tokens[0], int(is_last)]
             else:
-                chosen = [NO_TOKEN, int(True)]
+                chosen = [NO_TOKEN, 1]
         token, has_ended = self.decoder.hosts.broadcast_ints(chosen, 2)
         self.require_token(token)
         return token, bool(has_ended)
@@ -293,8 +293,9 @@ def _generate_ahead(answer: Answer) -> list[int]:
         arriving = choice.fetch(decoder.hosts.wait_for_device)
         ahead = None
         if answer.num_left > 1:
-            logits = _next_logits(decoder, choice.tokens)
-            ahead = answer.pick(logits, answer.next_index + 1, choice.tokens)
+            ahead = answer.pick(
+                _next_logits(decoder, choice.tokens), answer.next_index + 1, choice.tokens
+            )
         token, has_ended = answer.agree(arriving)
         answer.add([token])
         if has_ended:

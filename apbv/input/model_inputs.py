@@ -95,7 +95,7 @@ class ModelInputs:
             )
 
     def require_visual(self) -> VisualInput:
-        """Return what a prompt shows, which is known to show something.
+        """Return the images and videos of a prompt that has some.
 
         Raises:
             InvalidRequestError: it is a text.

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..device_copy import to_device
 from ..errors import InvalidRequestError
@@ -180,7 +180,7 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
             continue
         growing = GrowingLayer()
         cache.layers[index] = growing
-        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
             assert layer.keys is not None  # it is initialized
             assert layer.values is not None
             growing.hold(layer.keys, layer.values)

@@ -155,7 +155,7 @@ def all_rows(
         chunks: the patches or units of the share's chunks, which are adjacent.
         source: makes their rows.
         widths: the width of every stream.
-        hosts: hosts that encode the same chunks, and cancel together.
+        hosts: hosts that encode the same chunks, and cancel together; None: nobody cancels.
         stop: see :func:`~apbv.prefilling.cancelling.require_going_on`; asked before each chunk.
 
     Raises:
