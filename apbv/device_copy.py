@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .pending import Pending
+
 
 def numbers_in(*ranges: range) -> Tensor:
     """Return the numbers in some ranges, one range after the other, int64 in CPU memory."""
@@ -58,21 +60,18 @@ def fill(tensor: Tensor, values: Tensor | Sequence) -> None:
     )
 
 
-def fetch(
-    numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None
-) -> Callable[[], list]:
-    """Start a copy of numbers to the CPU.
+def fetch(numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> Pending[list]:
+    """Start a copy of numbers to the CPU, where they arrive as a list.
 
-    The returned function waits for that copy only and returns a list.
-
-    GPU work queued in between continues while the caller already reads the numbers.
+    Only that copy is waited for. GPU work queued in between continues while the caller already
+    reads the numbers.
 
     Args:
         wait: waits until a GPU has come to an event, such as
             :meth:`apbv.HostGroup.wait_for_device`.
     """
     if not numbers.is_cuda:
-        return numbers.tolist
+        return Pending(numbers.tolist)
     copied = numbers.to("cpu", non_blocking=True)  # to pinned memory
     event = torch.cuda.current_stream(numbers.device).record_event()
 
@@ -80,4 +79,4 @@ def fetch(
         event.synchronize() if wait is None else wait(event)
         return copied.tolist()
 
-    return read
+    return Pending(read, event.query)

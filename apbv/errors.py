@@ -25,15 +25,17 @@ Where sysexits.h has a number for a kind, the exit status is that number.
 
 import errno
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 FAULT_EXIT_STATUS = 70  # EX_SOFTWARE: of an exception of no kind
 FAULT_HTTP_STATUS = 500
 
 _MOST_CHARACTERS = 2**14  # of an error that is sent to other processes
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+Raised = TypeVar("Raised", Exception, BaseException)
 
 # By code: the kinds, and the classes of errors below them.
 _CLASSES: dict[str, type["ApbvError"]] = {}
@@ -63,9 +65,16 @@ class ApbvError(Exception):
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         if "code" not in cls.__dict__:
-            parent = next(base for base in cls.__mro__[1:] if "code" in base.__dict__)
-            cls.code = f"{parent.code}/{cls.__name__}"
+            parent_code = next(_codes_of(cls))
+            cls.code = f"{parent_code}/{cls.__name__}"
         _CLASSES[cls.code] = cls
+
+
+def _codes_of(kind: type[ApbvError]) -> Iterator[str]:
+    """Yield the codes of a class and of those above, the most particular first."""
+    for base in kind.__mro__:
+        if "code" in base.__dict__:
+            yield base.__dict__["code"]
 
 
 class InvalidRequestError(ApbvError, ValueError):
@@ -145,7 +154,7 @@ class HostError(ApbvError, RuntimeError):
     http_status = 500
 
 
-def as_kind(error: BaseException) -> BaseException:
+def as_kind(error: Raised) -> Raised:
     """Return the error of a kind that an exception stands for; itself if it stands for none.
 
     The allocator's errors and those of a full disk have classes of Python's and torch's; the
@@ -153,7 +162,7 @@ def as_kind(error: BaseException) -> BaseException:
     """
     if isinstance(error, ApbvError):
         return error
-    kind = _CLASSES.get(getattr(error, "kind", None))
+    kind = _CLASSES.get(getattr(error, "kind", ""))
     if kind is not None:
         return _caused_by(kind(str(error)), error)
     if is_out_of_memory(error):
@@ -163,7 +172,7 @@ def as_kind(error: BaseException) -> BaseException:
     return error
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_frames(error: Raised) -> Raised:
     """Return an error's kind without the frames that hold a request's tensors.
 
     The traceback of a fault becomes a note of it, so that it is printed all the same.
@@ -216,8 +225,7 @@ class ErrorReport:
         """Return the report of an error of this process."""
         if not isinstance(error, ApbvError):
             return cls([], describe_error(error)[:_MOST_CHARACTERS])
-        codes = [base.code for base in type(error).__mro__ if "code" in base.__dict__]
-        return cls(codes, printable(str(error))[:_MOST_CHARACTERS])
+        return cls(list(_codes_of(type(error))), printable(str(error))[:_MOST_CHARACTERS])
 
     def to_json(self) -> list[Any]:
         """Return the report JSON-ready, for :meth:`from_json` on another process."""

@@ -174,6 +174,6 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
         raise InvalidRequestError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
     with raised_as(InvalidRequestError, f"not a valid {kind}", ValueError, RecursionError):
         if grammar is not None:
-            return LLMatcher.grammar_from_lark(grammar)
+            return LLMatcher.grammar_from_lark(text)
         schema = json.dumps(prepared(text))
         return LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING)

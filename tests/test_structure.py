@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
     ("apbv.errors",),
-    ("apbv.refusals",),
+    ("apbv.refusals", "apbv.pending"),
     (
         "apbv.torchvision_guard",
         "apbv.allocator",

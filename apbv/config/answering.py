@@ -142,8 +142,18 @@ class SamplingParams(Checked, error=InvalidRequestError):
         names = ("max_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty")
         filled = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
         if "max_new_tokens" in filled:
-            filled["max_new_tokens"] = max(defaults.max_new_tokens, self.min_tokens)
+            filled["max_new_tokens"] = max(defaults.require_max_new_tokens(), self.min_tokens)
         return replace(self, temperature=self.temperature or 0.0, **filled)
+
+    def require_max_new_tokens(self) -> int:
+        """Return the maximum number of tokens, which an answer cannot begin without.
+
+        Raises:
+            InvalidRequestError: it was left open.
+        """
+        if self.max_new_tokens is None:
+            raise InvalidRequestError("an answer needs max_new_tokens")
+        return self.max_new_tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -156,7 +166,7 @@ class SamplingParams(Checked, error=InvalidRequestError):
 
         The same for all greedy settings, so that they compare equal.
         """
-        if self.is_greedy:
+        if self.temperature is None or self.is_greedy:
             return 0.0, 1.0, 0, 0.0
         return self.temperature, self.top_p or 1.0, self.top_k or 0, self.min_p or 0.0
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ApbvError, InvalidConfigError, InvalidRequestError
 
@@ -16,6 +16,9 @@ class Checked:
         name: prefix of a field's name in errors.
         error: raised for a wrong value.
     """
+
+    _prefix: ClassVar[str]
+    _error: ClassVar[type[ApbvError]]
 
     def __init_subclass__(cls, name: str = "", error: type[ApbvError] = InvalidConfigError):
         cls._prefix = name

@@ -17,7 +17,7 @@ from .names import (
 
 def longest_window(num_draft_tokens: int | str) -> int:
     """Return the maximum number of tokens per draft: γ, or the limit of ``"auto"``."""
-    return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
+    return MOST_AUTO_DRAFT_TOKENS if isinstance(num_draft_tokens, str) else num_draft_tokens
 
 
 def _are_terms(terms: tuple[str, ...]) -> bool:

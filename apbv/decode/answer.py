@@ -17,6 +17,7 @@ from ..input.request import Request
 from ..input.sink import AnswerSink
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..model.parts import ModelParts
+from ..pending import Pending
 from ..prefilling.result import PrefillResult
 from .runner import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
@@ -66,18 +67,23 @@ class Answer:
     ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # One reader for each call of `tell_of` that `cut` has not read yet.
-    _pending_logprobs: deque[Callable[[], list]] = field(default_factory=deque, init=False)
+    # One for each call of `tell_of` that `cut` has not read yet.
+    _pending_logprobs: deque[Pending[list]] = field(default_factory=deque, init=False)
 
     @property
     def next_index(self) -> int:
         """The index of the next token in the sequence, prompt included."""
         return self.prompt_len + len(self.tokens)
 
+    @cached_property
+    def max_new_tokens(self) -> int:
+        """The maximum number of tokens, which ``sampling`` must have."""
+        return self.sampling.require_max_new_tokens()
+
     @property
     def num_left(self) -> int:
         """The number of tokens that may still be added."""
-        return self.sampling.max_new_tokens - len(self.tokens)
+        return self.max_new_tokens - len(self.tokens)
 
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there.
@@ -87,8 +93,8 @@ class Answer:
         num_before = len(self.tokens)
         # Of every new token, and perhaps of rejected ones after them.
         if self.sampling.logprobs is not None:
-            read_logprobs = self._pending_logprobs.popleft()
-            self.logprobs += map(TokenLogprobs.unpack, read_logprobs())
+            arriving = self._pending_logprobs.popleft()
+            self.logprobs += map(TokenLogprobs.unpack, arriving.wait())
             del self.logprobs[num_before + len(new) :]
         for count in range(1, len(new) + 1):
             if self._ends_with(new[:count]):
@@ -129,6 +135,7 @@ class Answer:
         hosts = self.decoder.hosts
         if not hosts.is_leader:
             return self.agree(None)
+        assert logits is not None  # the leader runs the model
         return self.agree(self.pick(logits, self.next_index).fetch(hosts.wait_for_device))
 
     def pick(self, logits: Tensor, index: int, drafted: Tensor | Sequence[int] = ()) -> Choice:
@@ -189,22 +196,23 @@ class Answer:
         """Its penalties; None if there are none."""
         if not self.sampling.penalises:
             return None
+        assert self.prompt_ids is not None  # whoever asks for penalties gives them
         return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
-    def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
+    def agree(self, arriving: Pending[list[list[int]]] | None) -> tuple[int, bool]:
         """Return the token that host 0's device has chosen, as :meth:`choose` does; collective.
 
         Args:
             arriving: what :meth:`Choice.fetch` returned, on the leader.
         """
-        chosen = None
+        chosen: list[int] | None = None
         if arriving is not None:
-            tokens, are_finite = arriving()
+            tokens, are_finite = arriving.wait()
             if are_finite[0]:
-                _, has_ended = self.cut(tokens[:1])
-                chosen = [tokens[0], has_ended]
+                _, is_last = self.cut(tokens[:1])
+                chosen = [tokens[0], int(is_last)]
             else:
-                chosen = [NO_TOKEN, True]
+                chosen = [NO_TOKEN, 1]
         token, has_ended = self.decoder.hosts.broadcast_ints(chosen, 2)
         self.require_token(token)
         return token, bool(has_ended)
@@ -267,6 +275,13 @@ def generate_tokens(answer: Answer) -> list[int]:
     return answer.tokens
 
 
+def _next_logits(decoder: Decoder, tokens: Sequence[int] | Tensor) -> Tensor:
+    """Run a token on this process, which runs the model; return the logits ``[V]`` after it."""
+    rows = decoder.advance(tokens)
+    assert rows is not None  # it runs here
+    return rows[-1]
+
+
 def _generate_ahead(answer: Answer) -> list[int]:
     """Decode the rest of an answer, queueing every step before the previous token is read.
 
@@ -275,17 +290,18 @@ def _generate_ahead(answer: Answer) -> list[int]:
     token is rolled back.
     """
     decoder = answer.decoder
-    choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)
+    choice = answer.pick(_next_logits(decoder, answer.tokens[-1:]), answer.next_index)
     while True:
         arriving = choice.fetch(decoder.hosts.wait_for_device)
         ahead = None
         if answer.num_left > 1:
             ahead = answer.pick(
-                decoder.advance(choice.tokens)[-1], answer.next_index + 1, choice.tokens
+                _next_logits(decoder, choice.tokens), answer.next_index + 1, choice.tokens
             )
         token, has_ended = answer.agree(arriving)
         answer.add([token])
         if has_ended:
             decoder.take_back(int(ahead is not None))
             return answer.tokens
+        assert ahead is not None  # with no token left the answer has ended
         choice = ahead

@@ -5,7 +5,7 @@ so that the model's matrix products have R rows. Attention reads the KV of each 
 place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,9 @@ from transformers import DynamicCache
 
 from ..device_copy import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
-from ..kv.cache import GrowingLayer
+from ..kv.cache import GrowingLayer, growing_layers
 from ..model.parts import ModelParts
+from ..pending import Pending
 from .answer import NO_TOKEN, Answer, FinishReason, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
@@ -28,6 +29,7 @@ class Member:
     Attributes:
         tokens: the answer so far, an end token included.
         logprobs: of each token, if they were asked for.
+        has_ended: whether no token follows: the answer is complete, failed or was aborted.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if
             it was aborted.
         error: why the answer failed; None if it did not.
@@ -39,18 +41,28 @@ class Member:
         self.logprobs = answer.logprobs
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.answer: Answer | None = answer
+        self.has_ended = False
         self.kv: OwnKV | None = None
+        self._answer: Answer | None = answer
 
     @property
-    def has_ended(self) -> bool:
-        """Whether no token follows: the answer is complete, failed or was aborted."""
-        return self.answer is None
+    def answer(self) -> Answer:
+        """The decoding state of the answer, until its end."""
+        if self._answer is None:
+            raise RuntimeError("the answer has ended")
+        return self._answer
+
+    @property
+    def running_kv(self) -> OwnKV:
+        """The KV of an answer that runs."""
+        if self.kv is None:
+            raise RuntimeError("the answer has no KV yet, or any more")
+        return self.kv
 
     @property
     def goes_on(self) -> bool:
         """Whether another token follows the chosen ones, judging by their number."""
-        return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
+        return self.kv is not None and self.kv.num_run + 1 < self.answer.max_new_tokens
 
     def add(self, new: Sequence[int]) -> None:
         """Append the next tokens, which may end the answer.
@@ -77,7 +89,9 @@ class Member:
         """Release the KV; no token follows."""
         # The frames of an error's traceback hold the KV, and this member, which holds the error.
         self.error = None if error is None else without_frames(error)
-        self.answer = self.kv = None
+        self.has_ended = True
+        self._answer = None
+        self.kv = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +111,8 @@ class QueuedStep:
         return not all(member.has_ended for member in self.members)
 
 
-# Waits for the new tokens of each sequence of a step.
-TokenReader = Callable[[], list[list[int]]]
+# The new tokens of each sequence of a step.
+ArrivingTokens = Pending[list[list[int]]]
 
 
 class Batch:
@@ -192,10 +206,10 @@ class Batch:
                 logits = torch.stack([member.answer.logits for member in fresh])
                 choice = self._choose(fresh, logits)
                 stepped = fresh
-                read_tokens = _start_reading(choice)
+                arriving = _start_reading(choice)
             else:
-                stepped, read_tokens = self._advance()
-        for member, new_tokens in zip(stepped, read_tokens(), strict=True):
+                stepped, arriving = self._advance()
+        for member, new_tokens in zip(stepped, arriving.wait(), strict=True):
             # Some may have left meanwhile, or run out of memory.
             if not member.has_ended:
                 member.add(new_tokens)
@@ -213,26 +227,26 @@ class Batch:
         except Exception as error:
             self._members.pop().end(error)
 
-    def _advance(self) -> tuple[list[Member], TokenReader]:
+    def _advance(self) -> tuple[list[Member], ArrivingTokens]:
         """Queue the next work on the device.
 
         Returns:
-            Its sequences, and a function that waits for their tokens.
+            Its sequences, and their tokens.
         """
         if self._queued is not None and not self._queued.has_any():
             self._queued = None
         if self._queued is None:
             self._queued = self._queue_step()
         if self._queued is None:
-            return [], list
+            return [], Pending(list)
         step = self._queued
-        read_tokens = _start_reading(step.choice)
+        arriving = _start_reading(step.choice)
         # If queueing raises, the step stays in place, and its tokens are read again.
         following = None
         if self._runs_ahead and self._may_run_ahead():
             following = self._queue_step(step)
         self._queued = following
-        return step.members, read_tokens
+        return step.members, arriving
 
     def _may_run_ahead(self) -> bool:
         """Return whether the next step needs none of the queued tokens on the CPU."""
@@ -256,7 +270,7 @@ class Batch:
         if previous is not None:
             row_of = {member: row for row, member in enumerate(previous.members)}
         newest_tokens = self._newest_tokens(members, previous, row_of)
-        logits = self._runner.run(newest_tokens, [member.kv for member in members])
+        logits = self._runner.run(newest_tokens, [member.running_kv for member in members])
         try:
             # Of each sequence the token before, where the CPU does not know it yet.
             unread = [
@@ -267,7 +281,7 @@ class Batch:
         except Exception:
             # The same rows of KV are written again.
             for member in members:
-                member.kv.num_run -= 1
+                member.running_kv.num_run -= 1
             raise
 
     def _newest_tokens(
@@ -288,7 +302,7 @@ class Batch:
         # All on the CPU.
         known = [member for member in members if member not in row_of]
         tokens_of_known = [member.tokens[-1] for member in known]
-        if len(known) == len(members):
+        if previous is None or len(known) == len(members):
             return tokens_of_known
         # Some here, some there: the known ones come after the rows of the previous step.
         device = self._parts.device
@@ -303,7 +317,7 @@ class Batch:
     def _has_room(self, member: Member, count: int = 1) -> bool:
         """Make room for a sequence's next rows, or mark it as failed."""
         try:
-            member.kv.make_room(count)
+            member.running_kv.make_room(count)
         except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
             member.end(error)
         return not member.has_ended
@@ -318,7 +332,7 @@ class Batch:
                 else nothing; none at all: all are known.
         """
         answers = [member.answer for member in members]
-        indices = [member.answer.prompt_len + member.kv.num_run for member in members]
+        indices = [member.answer.prompt_len + member.running_kv.num_run for member in members]
         logit_rows = logits.split(1)
 
         # Bias, penalties and grammars.
@@ -351,7 +365,8 @@ class Batch:
             if self._stream is not None:
                 answer.logits.record_stream(self._stream)
             try:
-                member.kv = self._own(answer.decoder.cache.layers, answer.decoder.next_position)
+                layers = growing_layers(answer.decoder.require_cache())
+                member.kv = self._own(layers, answer.decoder.next_position)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.end(error)
 
@@ -365,21 +380,20 @@ class Batch:
         return OwnKV(layers, position)
 
 
-def _start_reading(choice: Choice) -> TokenReader:
-    """Start to copy chosen tokens to the CPU; the returned function waits for them.
+def _start_reading(choice: Choice) -> ArrivingTokens:
+    """Start to copy chosen tokens to the CPU.
 
     A row without a token to choose gives :data:`~.answer.NO_TOKEN`.
     """
-    fetch = choice.fetch()
 
-    def read_tokens() -> list[list[int]]:
-        tokens, are_finite = fetch()
+    def as_new_tokens(read: list[list[int]]) -> list[list[int]]:
+        tokens, are_finite = read
         return [
             [token if is_finite else NO_TOKEN]
             for token, is_finite in zip(tokens, are_finite, strict=True)
         ]
 
-    return read_tokens
+    return choice.fetch().then(as_new_tokens)
 
 
 def model_batching_obstacle(parts: ModelParts) -> str | None:

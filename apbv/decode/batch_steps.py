@@ -46,7 +46,9 @@ class OwnKV:
     @property
     def capacity(self) -> int:
         """The number of rows that the buffers hold."""
-        return self._layers[0].buffers[0].shape[2]
+        buffers = self._layers[0].buffers
+        assert buffers is not None  # room was made
+        return buffers[0].shape[2]
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +63,11 @@ class OwnKV:
     @property
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer, ``[1, Hkv, capacity, D]``."""
-        return [layer.buffers for layer in self._layers]
+        buffers = []
+        for layer in self._layers:
+            assert layer.buffers is not None  # room was made
+            buffers.append(layer.buffers)
+        return buffers
 
     def make_room(self, count: int = 1) -> None:
         """Make room for more rows, copying all rows to larger buffers if needed."""
@@ -240,7 +246,7 @@ def _counts_or_ones(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Seque
 
 def _positions(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> list[int]:
     """Return the rotary positions of answers' next tokens."""
-    positions = []
+    positions: list[int] = []
     for kv, count in zip(kvs, _counts_or_ones(kvs, counts), strict=True):
         positions += range(kv.position, kv.position + count)
     return positions

@@ -27,14 +27,12 @@ class CaptureError(Exception):
     """Raised if a step cannot be captured; nothing was computed."""
 
 
-def record(
-    function: Callable[[], Tensor], device: torch.device, pool: tuple[int, int]
-) -> Callable[[], Tensor]:
+def record(function: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
     """Capture the kernels that a function launches as a CUDA graph, without running them.
 
     Args:
-        pool: memory that graphs share; their results must therefore be used before another one
-            runs.
+        pool: of :func:`torch.cuda.graph_pool_handle`, memory that graphs share;
+            their results must therefore be used before another one runs.
 
     Returns:
         A function that replays them and returns their result in a new tensor.
@@ -143,7 +141,7 @@ class RecordedSteps:
     def clear(self) -> None:
         """Drop all steps; their memory pool is freed with the last graph."""
         self._shapes: dict[tuple, _ShapeOfSteps] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch does not name its type; None: none yet
 
     def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:
         """Run the step of a shape, creating it if needed, on its next inputs."""

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from ..device_copy import fill, to_device
 from ..hosts import HostGroup
-from ..kv.cache import keep_of_last, writing_at
+from ..kv.cache import ShardedCache, growing_layers, keep_of_last, kv_layers, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.linear_attention import LinearStates
@@ -21,7 +21,7 @@ def forward(
     parts: ModelParts,
     ids: Tensor,
     positions: Tensor,
-    cache,
+    cache: Cache | None,
     attention: LayerAttention,
     last_only: bool,
     states: LinearStates | None = None,
@@ -68,16 +68,17 @@ class ModelRunner:
     def __init__(
         self,
         parts: ModelParts,
-        cache,
+        cache: Cache,
         hosts: HostGroup | None = None,
         states: LinearStates | None = None,
     ):
         self._parts = parts
         self._cache = cache
+        self._layers = growing_layers(cache)
         self._hosts = hosts
         self._states = states
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
+        self._buffers: list[tuple[Tensor, Tensor] | None] = []  # of the recorded steps
 
     @torch.no_grad()
     def run(
@@ -100,25 +101,27 @@ class ModelRunner:
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``.
         """
-        if self._recorded is not None and len(ids) <= MOST_CAPTURED:
-            return self._run_recorded(ids, positions, visible, last_only)
+        recorded = self._recorded
+        if recorded is not None and len(ids) <= MOST_CAPTURED:
+            return self._run_recorded(recorded, ids, positions, visible, last_only)
         parts = self._parts
         device = self._parts.device
         there = None if visible is None else to_device(visible, device)
         attention = NewTokenAttention(parts.backend, there, self._hosts)
-        ids = to_device(ids, device)
-        positions = to_device(positions, device)
-        return forward(parts, ids, positions, self._cache, attention, last_only, self._states)
+        new_ids = to_device(ids, device)
+        places = to_device(positions, device)
+        return forward(parts, new_ids, places, self._cache, attention, last_only, self._states)
 
     def _run_recorded(
         self,
+        recorded: RecordedSteps,
         ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         visible: Tensor | None,
         last_only: bool,
     ) -> Tensor:
         """Run a step, from the second of its size on as a CUDA graph."""
-        layers = self._cache.layers
+        layers = self._layers
         count = len(ids)
         num_rows = layers[0].keys.shape[2]
 
@@ -126,7 +129,7 @@ class ModelRunner:
         # a second copy of the KV would be in memory.
         has_room = all(layer.has_room(count) for layer in layers)
         if not has_room or not self._has_recorded_buffers():
-            self._recorded.clear()
+            recorded.clear()
             self._buffers = []
         if not has_room:
             for layer in layers:
@@ -135,7 +138,7 @@ class ModelRunner:
 
         num_masked = None if visible is None else visible.shape[1]
         shape = (count, last_only, num_masked)
-        logits = self._recorded.run(
+        logits = recorded.run(
             shape,
             lambda: _Step(self._parts, self._cache, shape, self._states),
             ids,
@@ -149,7 +152,7 @@ class ModelRunner:
 
     def _has_recorded_buffers(self) -> bool:
         """Return whether the cache is still in the buffers of the recorded steps."""
-        layers = self._cache.layers
+        layers = self._layers
         if len(layers) != len(self._buffers):
             return False
         return all(
@@ -163,7 +166,7 @@ class _Step(Step):
     def __init__(
         self,
         parts: ModelParts,
-        cache: DynamicCache,
+        cache: Cache,
         kind: tuple[int, bool, int | None],
         states: LinearStates | None,
     ):
@@ -194,6 +197,7 @@ class _Step(Step):
         stop = num_rows + len(ids)
         self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
+            assert visible is not None  # as the shape says
             fill(self._visible, visible)
 
     def compute(self) -> Tensor:
@@ -244,6 +248,12 @@ class Decoder:
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
         self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"
 
+    def require_cache(self) -> DynamicCache | ShardedCache:
+        """Return the cache of a host that runs tokens."""
+        if self.cache is None:
+            raise RuntimeError("this host runs no tokens")
+        return self.cache
+
     def advance(
         self,
         tokens: Sequence[int] | Tensor,
@@ -264,7 +274,7 @@ class Decoder:
         """
         first = self.next_position
         self.next_position += len(tokens)
-        positions = range(first, self.next_position)
+        positions: Sequence[int] = range(first, self.next_position)
         if depths is not None:
             positions = [first + depth for depth in depths]
         if self._runner is None:
@@ -289,7 +299,7 @@ class Decoder:
         Call it on host 0 only; not collective.
         """
         newest = []
-        for layer in self.cache.layers:
+        for layer in kv_layers(self.require_cache()):
             start = layer.keys.shape[2] - count
             newest.append((layer.keys[:, :, start:], layer.values[:, :, start:]))
         return newest

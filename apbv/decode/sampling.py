@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import SamplingParams
 from ..device_copy import fetch, to_device
+from ..pending import Pending
 
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
@@ -44,10 +45,8 @@ class Choice(NamedTuple):
 
     def fetch(
         self, wait: Callable[[torch.cuda.Event], None] | None = None
-    ) -> Callable[[], tuple[list[int], list[int]]]:
-        """Start to copy the tokens to the CPU; the returned function waits for them.
-
-        It returns the tokens, and for each whether its row has one.
+    ) -> Pending[list[list[int]]]:
+        """Start to copy to the CPU the tokens, and for each whether its row has one.
 
         Args:
             wait: as of :func:`apbv.device_copy.fetch`.
@@ -60,7 +59,7 @@ class Choice(NamedTuple):
         Raises:
             NotFiniteError: a row has no token.
         """
-        tokens, are_finite = self.fetch()()
+        tokens, are_finite = self.fetch().wait()
         if not all(are_finite):
             raise NotFiniteError
         return tokens
@@ -158,7 +157,7 @@ def choose_each(
     for row, config in enumerate(configs):
         alike.setdefault(config.cuts, []).append(row)
     choices = []
-    drawn_from = [None] * len(configs)
+    drawn_from: list[Tensor | None] = [None] * len(configs)
     for cuts, rows in alike.items():
         chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
         if cuts[0] == 0:
@@ -178,9 +177,9 @@ def choose_each(
 
 def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Return logits ``[R, V]`` with these tokens masked in these rows; the others are unchanged."""
-    rows = to_device(rows, logits.device)[:, None]
+    places = to_device(rows, logits.device)[:, None]
     columns = to_device([token for token in tokens if token < logits.shape[1]], logits.device)
-    return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
+    return logits.index_put((places, columns), logits.new_full((), -torch.inf))
 
 
 class Penalties:
@@ -244,6 +243,6 @@ class Penalties:
 
 def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
     """Return logits ``[R, V]`` with a bias added to those of some tokens."""
-    columns, values = zip(*bias, strict=True)
-    values = to_device(values, logits.device, logits.dtype).expand(len(logits), -1)
-    return logits.index_add(1, to_device(columns, logits.device, torch.int64), values)
+    tokens, amounts = zip(*bias, strict=True)
+    values = to_device(amounts, logits.device, logits.dtype).expand(len(logits), -1)
+    return logits.index_add(1, to_device(tokens, logits.device, torch.int64), values)

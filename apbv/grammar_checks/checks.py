@@ -156,7 +156,7 @@ class GrammarChecks:
             try:
                 with theirs:
                     self._process = subprocess.Popen(
-                        command, stdin=theirs, stdout=subprocess.DEVNULL
+                        command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
                     )
                 with _sent_channel(ours) as channel:
                     channel.sendall(self._tokenizer_description)

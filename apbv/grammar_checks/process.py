@@ -36,8 +36,10 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests = socket.socket(fileno=0)
-    with _next_channel(requests) as channel:
-        description = json.loads(_read_all(channel))
+    first_channel = _next_channel(requests)
+    assert first_channel is not None  # the parent sends it before anything else
+    with first_channel:
+        description = json.loads(_read_all(first_channel))
     tokenizer = LLTokenizer(
         description["tokenizer"],
         n_vocab=description["vocab_size"],

@@ -13,15 +13,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
-from .exchange import Exchange, in_thread
+from ..pending import Pending
 from .failure_watch import POLL_SECONDS, FailureWatch, PendingCall
+from .threads import in_thread
+
+T = TypeVar("T")
+Options = TypeVar("Options", AllgatherOptions, AllToAllOptions, BroadcastOptions)
 
 _DRAINING_SECONDS = 1.0
 _NAP_SECONDS = 1e-3
@@ -43,7 +47,7 @@ class Collectives:
         self._watch = watch
         self._last_exchanged: list[weakref.ref[Tensor]] = []
 
-    def all_gather(self, tensor: Tensor) -> Exchange:
+    def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         """Start gathering one contiguous tensor of the same shape from every process.
 
         The result is ``[N, *shape]``.
@@ -56,7 +60,9 @@ class Collectives:
 
         return self._exchange(tensor.flatten(), result.flatten(), begin, lambda: result)
 
-    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+    def all_to_all(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Pending[list[Tensor]]:
         """Start sending tensor p to every process p, and receiving one of shape ``shapes[p]``.
 
         They are sent as bytes, because not every backend supports every dtype.
@@ -81,7 +87,7 @@ class Collectives:
 
         return self._exchange(packed, result, begin, unpacked)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Exchange:
+    def broadcast(self, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Start sending a tensor from one process to all, in place.
 
         The tensor must have the same shape and dtype on every process.
@@ -95,21 +101,21 @@ class Collectives:
         return self._exchange(tensor, tensor, begin, lambda: tensor)
 
     def _exchange(
-        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
-    ) -> Exchange:
+        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], T]
+    ) -> Pending[T]:
         # Objects that no caller keeps: once they are freed, gloo has released the data (see drain).
         parts = [sent.detach(), received.detach()]
         work = self._watch.start(lambda: begin(*parts))
         self._last_exchanged = [weakref.ref(part) for part in parts]
 
-        def finish() -> Any:
+        def finish() -> T:
             if sent.is_cuda:  # the stream waits, not this thread
                 self._watch.order(work)
             else:
                 self._watch.wait(work)
             return result()
 
-        return Exchange(finish, work.is_completed)
+        return Pending(finish, work.is_completed)
 
     def drain(self) -> None:
         """Wait, for a second at most, until gloo has released the last collective's tensors.
@@ -124,20 +130,25 @@ class Collectives:
             time.sleep(_NAP_SECONDS)
 
 
-def _asynchronous(options):
+def _asynchronous(options: Options) -> Options:
     """Let NCCL compute beside the current stream, which waits for it later."""
     options.asyncOp = True
     return options
 
 
 class LocalCollectives:
-    """The collectives of a single process, which never broadcasts."""
+    """The collectives of a single process."""
 
-    def all_gather(self, tensor: Tensor) -> Exchange:
-        return Exchange(lambda: tensor[None])
+    def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
+        return Pending(lambda: tensor[None])
 
-    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-        return Exchange(lambda: list(tensors))
+    def all_to_all(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Pending[list[Tensor]]:
+        return Pending(lambda: list(tensors))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending[Tensor]:
+        return Pending(lambda: tensor)
 
     def drain(self) -> None:
         """Do nothing: there is nobody to wait for."""
@@ -149,8 +160,8 @@ class StagedCollectives(Collectives):
     _previous: Future | None = None  # the exchange that the next one has to wait for
 
     def _exchange(
-        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
-    ) -> Exchange:
+        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], T]
+    ) -> Pending[T]:
         watch = self._watch
         previous = self._previous
 
@@ -174,12 +185,12 @@ class StagedCollectives(Collectives):
         self._previous = pending
 
         # Copy to the device when waited for.
-        def finish() -> Any:
+        def finish() -> T:
             watch.wait(PendingCall(pending))
             received.copy_(received_here, non_blocking=True)
             return result()
 
-        return Exchange(finish, pending.done)
+        return Pending(finish, pending.done)
 
 
 def _wait_in_thread(work: dist.Work, watch: FailureWatch) -> None:

@@ -29,13 +29,16 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ApbvError, ErrorReport, HostError, as_kind
-from .exchange import in_thread
 from .heartbeat import Heartbeat, Patience
+from .threads import in_thread
+
+T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # between two polls of a collective, or of the store
 GRACE_SECONDS = 2.0  # for a failure to be posted, or to be found
@@ -76,20 +79,36 @@ class Communicators:
         wait_for_futures([in_thread(backend.abort) for backend in self._backends], seconds)
 
 
+class Awaited(Protocol):
+    """What a :class:`FailureWatch` waits for, such as a ``dist.Work``."""
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` would return, or raise, at once."""
+        ...
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Block until it is complete; without a timeout, for as long as it takes.
+
+        Raises:
+            RuntimeError: it failed, or is not complete in time.
+        """
+        ...
+
+
 class PendingCall:
-    """A call in a thread, with the two methods of a ``dist.Work`` for waiting."""
+    """A call in a thread, to be waited for."""
 
     def __init__(self, future: Future):
         self.is_completed = future.done
         self._future = future
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self, timeout: timedelta = timedelta.max) -> None:
         """Block until the call has returned; an error of the call is raised again.
 
         Raises:
             RuntimeError: it has not returned in time.
         """
-        seconds = None if timeout is None else timeout.total_seconds()
+        seconds = None if timeout == timedelta.max else timeout.total_seconds()
         if not wait_for_futures([self._future], seconds).done:
             raise RuntimeError("the call has not returned yet")
         self._future.result()
@@ -154,7 +173,7 @@ class FailureWatch:
         self,
         name: str,
         timeout: float,
-        store=None,
+        store: dist.Store | None = None,
         heartbeat: Heartbeat | None = None,
         waits_for_work: bool = True,
         communicators: Communicators | None = None,
@@ -172,7 +191,17 @@ class FailureWatch:
         self._noticed: ApbvError | None = None  # by the heartbeat's thread
         self._breaking = threading.Lock()
         if communicators is not None:
-            heartbeat.also(self.look)
+            self._heart.also(self.look)
+
+    @property
+    def _heart(self) -> Heartbeat:
+        assert self.heartbeat is not None  # whoever waits for others has one
+        return self.heartbeat
+
+    @property
+    def _shared_store(self) -> dist.Store:
+        assert self._store is not None  # there are other processes
+        return self._store
 
     @contextmanager
     def collective_stage(self, stage: str, has_others: bool) -> Iterator[None]:
@@ -212,8 +241,8 @@ class FailureWatch:
         finally:
             self._stages -= 1
 
-    def start(self, call: Callable):
-        """Start a collective: ``call`` is asynchronous, and its ``Work`` is returned.
+    def start(self, call: Callable[[], T]) -> T:
+        """Start a collective by an asynchronous call, and return the call's ``Work``.
 
         Raises:
             HostError: the group is broken, or breaks now.
@@ -224,18 +253,17 @@ class FailureWatch:
         except RuntimeError as error:
             raise self._reason_for(error) from error
 
-    def wait(self, work: dist.Work | PendingCall | PendingEvent) -> None:
+    def wait(self, work: Awaited) -> None:
         """Wait until something that depends on other processes is complete.
 
         Args:
-            work: a collective in CPU memory, as :meth:`start` returned it, or another object with
-                its methods.
+            work: a collective in CPU memory, as :meth:`start` returned it, a call or an event.
 
         Raises:
             HostError: a process failed, ended, or neither answered nor worked for the timeout.
         """
         patience = Patience(self._timeout)
-        with self.heartbeat.waiting():
+        with self._heart.waiting():
             while True:
                 try:
                     work.wait(timedelta(seconds=POLL_SECONDS))
@@ -312,9 +340,11 @@ class FailureWatch:
     def _tell(self, posted: "_Posted") -> None:
         text = json.dumps(asdict(posted))
         # If the store's host is gone or unreachable, the others notice that themselves.
-        wait_for_futures([in_thread(lambda: self._store.set(_FAILURE_KEY, text))], GRACE_SECONDS)
+        wait_for_futures(
+            [in_thread(lambda: self._shared_store.set(_FAILURE_KEY, text))], GRACE_SECONDS
+        )
 
-    def _finish(self, work: dist.Work | PendingCall | PendingEvent) -> None:
+    def _finish(self, work: Awaited) -> None:
         """Raise a completed collective's error, if it has one.
 
         The wait before may have failed with that error, or only have run out of time just before
@@ -350,7 +380,7 @@ class FailureWatch:
         question = self._question
         if question is None:
             question = self._question = in_thread(
-                lambda: (self._read_failure(), *self.heartbeat.heard())
+                lambda: (self._read_failure(), *self._heart.heard())
             )
             wait_for_futures([question], POLL_SECONDS)
         if not question.done():
@@ -368,9 +398,9 @@ class FailureWatch:
 
     def _read_failure(self) -> ApbvError | None:
         """Return the error that a process posted; None: there is none."""
-        if not self._store.check([_FAILURE_KEY]):
+        if not self._shared_store.check([_FAILURE_KEY]):
             return None
-        posted = json.loads(self._store.get(_FAILURE_KEY).decode(errors="replace"))
+        posted = json.loads(self._shared_store.get(_FAILURE_KEY).decode(errors="replace"))
         report = ErrorReport(**posted["report"])
         return report.error(posted["host"], posted["stage"])
 

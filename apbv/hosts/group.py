@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ApbvError, HostError, InvalidConfigError, as_kind, exit_status_of
+from ..pending import Pending
 from ..reporting import report_error, report_fault, warn_caller
 from .agreement import Agreement, StageReport, describe_difference
 from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing
-from .exchange import Exchange, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
@@ -35,6 +35,7 @@ from .process_groups import (
     rank_and_size,
     require_whole_hosts,
 )
+from .threads import in_thread
 
 
 class HostGroup:
@@ -99,11 +100,12 @@ class HostGroup:
         self._watch = FailureWatch(
             self.name, timeout, store, heartbeat, waits_for_work, groups.communicators()
         )
-        self._data = self._control = LocalCollectives()
-        if self.size > 1:
+        self._data: Collectives | LocalCollectives = LocalCollectives()
+        self._control: Collectives | LocalCollectives = LocalCollectives()
+        if groups.data is not None and self.size > 1:
             kind = StagedCollectives if groups.is_staged else Collectives
             self._data = kind(groups.data, self._watch)
-        if self.num_processes > 1:
+        if groups.control is not None and self.num_processes > 1:
             self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait
@@ -290,7 +292,9 @@ class HostGroup:
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
         """Return this host's TP ranks as a one-dimensional mesh, ``tp``; for T > 1."""
-        return DeviceMesh.from_group(self._groups.members, self.device.type, mesh_dim_names=("tp",))
+        members = self._groups.members
+        assert members is not None  # T > 1
+        return DeviceMesh.from_group(members, self.device.type, mesh_dim_names=("tp",))
 
     def clock(self) -> float:
         """Return the seconds since some moment; only differences mean anything."""
@@ -339,7 +343,7 @@ class HostGroup:
             return f"host {host}, member {member}"
         return f"host {host}"
 
-    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+    def start_broadcast(self, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Start sending a tensor in CPU memory from one host to all.
 
         The tensor must have the same shape and dtype on every host.
@@ -360,20 +364,25 @@ class HostGroup:
         Only the leader's ``values`` matter.
         """
         if self.num_processes == 1:  # every token is broadcast so
+            assert values is not None  # this process is the leader
             return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
         return self._control.broadcast(tensor, 0).wait().tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast any number of bytes from the leader; only the leader's ``data`` matters."""
-        if self.num_processes == 1:  # whole files are broadcast so
+        if self.is_leader:
+            assert data is not None  # it is the leader's that is sent
+            if self.num_processes > 1:  # whole files are broadcast so
+                self.broadcast_ints([len(data)], 1)
+                if data:
+                    self.start_broadcast(_bytes_tensor(data), 0).wait()
             return data
-        (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
+        (length,) = self.broadcast_ints(None, 1)
         if not length:
             return b""
-        tensor = _bytes_tensor(data) if self.is_leader else torch.empty(length, dtype=torch.uint8)
-        self.start_broadcast(tensor, 0).wait()
-        return data if self.is_leader else tensor.numpy().tobytes()
+        received = torch.empty(length, dtype=torch.uint8)
+        return self.start_broadcast(received, 0).wait().numpy().tobytes()
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process.
@@ -427,7 +436,7 @@ class HostGroup:
                     f"{what} of {self.name_of(process)} differs from that of {self.name_of(first)}"
                 )
 
-    def start_gathering(self, tensor: Tensor) -> Exchange:
+    def start_gathering(self, tensor: Tensor) -> Pending[Tensor]:
         """Start gathering a small tensor in CPU memory from every process.
 
         The result is ``[H * T, *shape]``.
@@ -456,7 +465,7 @@ class HostGroup:
         that host raises it itself, and the others a HostError that quotes it. The body adds to the
         yielded :class:`Agreement` whatever must be the same on every process.
         """
-        error = None
+        error: Exception | None = None
         agreement = Agreement()
         with self.on_device(), self._watch.working(name):
             try:
@@ -495,16 +504,14 @@ class HostGroup:
         # A fault of ours is raised where it happened, with its traceback.
         if own_error is not None and not isinstance(own_error, ApbvError):
             return
-        failed = [process for process, other in enumerate(reports) if other.error is not None]
+        failed = [(n, other.error) for n, other in enumerate(reports) if other.error is not None]
         if failed:
             # A fault counts more than an error of a kind, which may follow from it.
-            faulty = [process for process in failed if not reports[process].error.codes]
-            first_failed = (faulty or failed)[0]
-            if reports[first_failed].error == report.error:
+            faulty = [(process, error) for process, error in failed if not error.codes]
+            first_failed, first_error = (faulty or failed)[0]
+            if first_error == report.error:
                 return
-            raise reports[first_failed].error.error(
-                self.name_of(first_failed), stage
-            ) from own_error
+            raise first_error.error(self.name_of(first_failed), stage) from own_error
         first = reports[0]
         for process, other in enumerate(reports):
             difference = describe_difference(
@@ -527,7 +534,7 @@ class HostGroup:
         """
         return self._groups.data if self._groups.is_known else None
 
-    def all_gather(self, tensor: Tensor) -> Exchange:
+    def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         """Start gathering one tensor of the same shape from every host.
 
         The result is ``[H, *shape]``.
@@ -536,7 +543,9 @@ class HostGroup:
         self.bytes_received += (self.size - 1) * tensor.nbytes
         return self._data.all_gather(tensor)
 
-    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+    def all_to_all(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Pending[list[Tensor]]:
         """Start sending one tensor to every host and receiving one from every host.
 
         Args:
@@ -553,7 +562,7 @@ class HostGroup:
 
     def gather_rows(
         self, rows: Tensor, counts: Sequence[int], to: int | None = None, dim: int = 0
-    ) -> Exchange:
+    ) -> Pending[list[Tensor]]:
         """Start gathering rows, whose number differs between hosts.
 
         Args:
@@ -583,7 +592,7 @@ class HostGroup:
             [rows if host == to else nothing for host in range(self.size)], shapes
         )
 
-    def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
+    def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Pending[Tensor]:
         """Start sending a tensor to the next host in the ring, and receiving the previous host's.
 
         The result has ``received_shape`` and the tensor's dtype. It is an all-to-all with empty

@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .exchange import ENDING_SECONDS
+import torch.distributed as dist
+
+from .threads import ENDING_SECONDS
 
 _COUNT_KEY = "apbv/beats"
 _WORK_KEY = "apbv/work"
@@ -32,7 +34,7 @@ class Heartbeat:
             heartbeats: otherwise a process that hangs would block the others for ever.
     """
 
-    def __init__(self, store, name: str, timeout: float, longest: float):
+    def __init__(self, store: dist.Store, name: str, timeout: float, longest: float):
         self._store = store
         self._name = name
         self._longest = longest

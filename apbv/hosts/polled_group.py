@@ -10,12 +10,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 
 class PolledWork(dist.Work):
     """A collective in a :class:`PolledGroup`."""
 
-    def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
+    def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], object]):
         super().__init__()
         self._work = work
         self._wait_for = wait_for
@@ -39,10 +40,11 @@ class PolledGroup(dist.ProcessGroup):
         wait_for: blocks until a collective is complete.
     """
 
-    def __init__(self, store, rank: int, size: int, timeout: timedelta, name: str):
-        super().__init__(rank, size)
-        self._name = name
-        self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str):
+        # torch's stub declares only the constructor with a store, which a subclass does not need.
+        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        self._name = GroupName(name)
+        self.wait_for: Callable[[dist.Work], object] = lambda work: work.wait()
         self._gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._gloo._register_backend(
@@ -53,7 +55,7 @@ class PolledGroup(dist.ProcessGroup):
         return "apbv_polled"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> GroupName:
         return self._name
 
     def allreduce(self, *args) -> PolledWork:

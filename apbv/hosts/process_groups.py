@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 
 from ..errors import HostError, InvalidConfigError
 from .devices import sharing
-from .exchange import in_thread
 from .failure_watch import POLL_SECONDS, WORK_LIMIT, Communicators
 from .polled_group import PolledGroup
+from .threads import in_thread
 
 _LEAVING_SECONDS = 10.0
 # Limit of gloo operations that are not waited for, such as a message to a draft host while a server
@@ -98,7 +98,7 @@ class ProcessGroups:
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
                     "processes: each needs its own GPU, and NCCL"
                 )
-        founder = _Founder(self.control, self.made)
+        founder = self._founder()
         data = self._data_group(founder, group, on_cpu, can_use_nccl, tensor_parallel, limit)
         members = None
         if tensor_parallel > 1:
@@ -158,8 +158,8 @@ class ProcessGroups:
 
         Operations that are not waited for may take a day.
         """
-        founder = _Founder(self.control, self.made)
-        if len(hosts) == 1 or self.control.rank() not in hosts:
+        founder = self._founder()
+        if len(hosts) == 1 or founder.rank not in hosts:
             return None
         control = founder.found("control", hosts, _GLOO, _UNAWAITED)
         if not has_data or not (self.is_staged or self.nccl):
@@ -171,6 +171,10 @@ class ProcessGroups:
         return ProcessGroups(
             data, control, None, nccl, self.is_staged, is_known=False, made=self.made
         )
+
+    def _founder(self) -> "_Founder":
+        assert self.control is not None  # there are other processes
+        return _Founder(self.control, self.made)
 
     def communicators(self) -> Communicators | None:
         """Return the object that aborts the NCCL groups; None if there are none."""
@@ -212,13 +216,16 @@ class _Founder:
         group: the other group; creating a founder is collective over it.
         groups: to which the new groups are added, so that they live as long as these hosts: the
             destructor of a group waits for its collectives.
+
+    Attributes:
+        rank: of this process in the other group.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: list[dist.ProcessGroup]):
         store = group.get_group_store()
-        self._rank = group.rank()
+        self.rank = group.rank()
         # The same on all processes: how often they have come here.
-        number = store.add(f"apbv/times that {self._rank} made groups", 1)
+        number = store.add(f"apbv/times that {self.rank} made groups", 1)
         self._store = dist.PrefixStore(f"apbv/groups {number}", store)
         self.groups = groups
         self._name = f"{group.group_desc}/{number}"
@@ -244,9 +251,7 @@ class _Founder:
         place = dist.PrefixStore(name, self._store)
         description = f"{self._name} {name}"
         if known_in is None:
-            made = _make(
-                backend, place, members.index(self._rank), len(members), limit, description
-            )
+            made = _make(backend, place, members.index(self.rank), len(members), limit, description)
             made._set_group_desc(description)
         else:
             ranks = dist.get_process_group_ranks(known_in)
@@ -254,6 +259,7 @@ class _Founder:
             # communicator from theirs. Then all would have to take part, and the members would wait
             # for the others for ever.
             world = dist.group.WORLD
+            assert world is not None  # torch knows this group, and so the world's
             device = world.bound_device_id
             world.bound_device_id = None
             try:
@@ -276,6 +282,7 @@ def _make(
 ) -> dist.ProcessGroup:
     if backend == _POLLED:
         return PolledGroup(place, rank, size, limit, name)
+    made: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if backend == _GLOO:
         device = "cpu"
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -284,7 +291,7 @@ def _make(
         # So that a small collective does not queue behind a long attention kernel.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = limit
-        options.group_name = name
+        options.group_name = distributed_c10d.GroupName(name)
         device = "cuda"
         kind = dist.ProcessGroup.BackendType.NCCL
         made = dist.ProcessGroupNCCL(place, rank, size, options)

@@ -107,6 +107,7 @@ class AudioInput(RowStarts):
 
     def frames_of(self, units: range) -> Iterator[Tensor]:
         """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` per clip."""
+        assert self.spectrograms is not None  # they are not encoded yet
         first_unit = 0  # of the clip
         for spectrogram, length in zip(self.spectrograms, self.lengths, strict=True):
             num_units = -(-length // self.unit)
@@ -302,7 +303,7 @@ def _from_zero(
                 shift = -time
             elif is_anew and clock is None:
                 shift += end - time
-            elif is_anew and recording + 1 < len(clock):
+            elif is_anew and clock is not None and recording + 1 < len(clock):
                 recording += 1
                 shift = clock[recording, 1] - clock[recording, 0]
             end = time + frame.samples / frame.sample_rate

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any, Literal, overload
 
 import av
 from av.stream import Disposition
@@ -16,7 +17,7 @@ _FORMATS = (
 # The two lists keep FFmpeg from following an address in the file.
 _OPTIONS = {"protocol_whitelist": "file", "format_whitelist": _FORMATS}
 # PyAV 18 raises an error for tags that are not UTF-8, unless told not to; later versions read any.
-_ANY_TAGS = {"metadata_errors": "ignore"} if release("av") < (19, 0) else {}
+_ANY_TAGS: dict[str, Any] = {"metadata_errors": "ignore"} if release("av") < (19, 0) else {}
 
 
 def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.InputContainer":
@@ -51,7 +52,21 @@ def _is_webp(path: str | Path) -> bool:
     return start[:4] == b"RIFF" and start[8:] == b"WEBP"
 
 
-def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stream.Stream | None":
+@overload
+def best_stream(
+    container: "av.container.InputContainer", kind: Literal["video"]
+) -> av.VideoStream | None: ...
+
+
+@overload
+def best_stream(
+    container: "av.container.InputContainer", kind: Literal["audio"]
+) -> av.AudioStream | None: ...
+
+
+def best_stream(
+    container: "av.container.InputContainer", kind: Literal["video", "audio"]
+) -> av.VideoStream | av.AudioStream | None:
     """Return FFmpeg's choice among the streams that can be decoded; None if there are none.
 
     Attached pictures are left out.
@@ -59,19 +74,19 @@ def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stre
     Args:
         kind: ``"video"`` or ``"audio"``.
     """
-    streams = [
+    streams: list[Any] = [  # which take up attributes of their codec
         stream
         for stream in getattr(container.streams, kind)
         if stream.codec_context is not None and not stream.disposition & Disposition.attached_pic
     ]
     if not streams:
         return None
-    best = container.streams.best(kind)
+    best: Any = container.streams.best(kind)
     if best in streams:
         return best
 
     # FFmpeg's own order, which it does not apply to a part of the streams.
-    def rank(stream: "av.stream.Stream") -> tuple[bool, int]:
+    def rank(stream: Any) -> tuple[bool, int]:
         is_default = bool(stream.disposition & Disposition.default)
         return is_default, stream.bit_rate or 0
 

@@ -37,7 +37,7 @@ class FileIdentity:
             resolved = Path(path).resolve()
             status = resolved.stat()
         except OSError as error:
-            raise VideoError(f"{path}: {error.strerror.lower()}") from error
+            raise VideoError(f"{path}: {(error.strerror or str(error)).lower()}") from error
         return cls(str(resolved), status.st_size, status.st_mtime_ns)
 
 
@@ -100,7 +100,7 @@ def probe_once(
     """
     infos = []
     for path in paths:
-        info = None
+        info: VideoInfo | None = None
         data = b""
         with hosts.local_stage("reading the video"), timer.stage("decode_video"):
             if hosts.is_leader:
@@ -116,5 +116,6 @@ def probe_once(
                         f"{path}: is {size} bytes long here, but {info.num_bytes} on "
                         f"{hosts.name_of(0)}"
                     )
+        assert info is not None  # it was read, or received
         infos.append(info)
     return tuple(infos)

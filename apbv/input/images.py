@@ -48,7 +48,8 @@ class Picture:
         if isinstance(image, Tensor):
             if image.dim() != 3 or image.shape[0] != 3:
                 raise PromptError(f"an image's tensor must be [3, H, W], not {list(image.shape)}")
-            return cls(image, *image.shape[-2:], limits)
+            height, width = image.shape[-2:]
+            return cls(image, height, width, limits)
         if not isinstance(image, Image.Image | str | Path):
             kind = type(image).__name__
             raise PromptError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
+from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..refusals import refuse
@@ -92,6 +93,16 @@ class ModelInputs:
                 f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} "
                 f"positions, but the model has {max_positions} (max_position_embeddings)"
             )
+
+    def require_visual(self) -> VisualInput:
+        """Return the images and videos of a prompt that has some.
+
+        Raises:
+            InvalidRequestError: it is a text.
+        """
+        if self.visual is None:
+            raise InvalidRequestError("the prompt has neither images nor video")
+        return self.visual
 
     def without_pixels(self) -> "ModelInputs":
         """Return the same prompt with its pixels and spectrograms released."""
@@ -218,13 +229,14 @@ class ModelInputs:
         Args:
             chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
         """
-        share = self.visual.patches[self.visual.host]
-        visual = replace(
-            self.visual,
+        visual = self.require_visual()
+        share = visual.patches[visual.host]
+        shown = replace(
+            visual,
             pixels=pixels if share else None,
             chunk_bytes=chunk_bytes,
         )
-        return replace(self, visual=visual)
+        return replace(self, visual=shown)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -324,6 +336,7 @@ def _kinds_of_placeholders(
         # It has one placeholder, which here is a video's.
         is_image = torch.zeros_like(input_ids, dtype=torch.bool)
     else:
+        assert parts.image_token_id is not None  # the model sees
         is_image = input_ids == parts.image_token_id
     are_images = is_image[parts.is_visual(input_ids)].tolist()
     return ["image" if image else "video" for image in are_images]

@@ -5,14 +5,14 @@ one, the next is preprocessed and the one after that decoded, each by a thread o
 more than a few chunks are in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,28 @@ _IMAGE_VALUES = (
 )
 
 
+class Reader(Protocol):
+    """Reads adjacent items of one kind, and makes pixels of them."""
+
+    @property
+    def kind(self) -> str:
+        """``"video"`` or ``"image"``."""
+        ...
+
+    @property
+    def num_merged(self) -> int:
+        """The frames of a temporal patch."""
+        ...
+
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[Any, None, None]:
+        """Yield what :meth:`prepare` takes of each chunk, a sequence of frames or images."""
+        ...
+
+    def prepare(self, read: Any) -> "tuple[dict[str, Any], torch.cuda.Event | None]":
+        """Return pixels, and the event with which a GPU has made them; None: they are there."""
+        ...
+
+
 @dataclass(frozen=True)
 class SourcePixels:
     """Pixels that are read from their files on demand.
@@ -57,7 +79,7 @@ class SourcePixels:
     timer: StageTimer
     runs_ahead: bool = True
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Read, decode and preprocess chunks; implements :class:`~apbv.input.visual.Pixels`."""
         pixels = self._read(chunks)
         if self.runs_ahead:
@@ -65,17 +87,17 @@ class SourcePixels:
         with closing(pixels):
             yield from pixels
 
-    def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def _read(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         # Plan: the chunks of every run of patches.
-        shares = []
+        shares: list[tuple[list[range], int, Reader]] = []
         num_read = 0
         num_frames = 0
-        for run, reader in self.readers:
+        for run, of_run in self.readers:
             chunks_of_run = [chunk for chunk in chunks if chunk.start in run]
             if chunks_of_run:
-                shares.append((chunks_of_run, run.start, reader))
+                shares.append((chunks_of_run, run.start, of_run))
                 num_patches = sum(len(chunk) for chunk in chunks_of_run)
-                num_frames += num_patches * reader.num_merged
+                num_frames += num_patches * of_run.num_merged
         # Read.
         for chunks_of_run, first, reader in shares:
             with closing(reader.read(chunks_of_run, first)) as frames_of_chunks:
@@ -89,7 +111,7 @@ class SourcePixels:
                 return_freed_memory()  # a peak that hardly any other request has
 
 
-def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
+def ahead(chunks: Generator[PixelChunk, None, None]) -> Generator[PixelChunk, None, None]:
     """Produce each chunk in a thread while the previous one is in use.
 
     Args:
@@ -117,7 +139,7 @@ class GivenPixels:
 
     items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Cut chunks; implements :class:`~apbv.input.visual.Pixels`."""
         for chunk in chunks:
             kinds = []
@@ -147,9 +169,9 @@ class KeptPixels:
         self._is_closed = False
         # The chunks that were read; after the last, None, or the error that ended them.
         self._results: list[PixelChunk | Exception | None] = []
-        self._source: Iterator[PixelChunk] | None = None
+        self._source: Generator[PixelChunk, None, None] | None = None
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Read chunks, or return those in memory; implements :class:`~apbv.input.visual.Pixels`.
 
         All callers get the chunks that the first one asks for.
@@ -231,7 +253,7 @@ class VideoReader:
     config: VideoConfig = field(default_factory=VideoConfig)
     runs_ahead: bool = True
 
-    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[Tensor]:
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[Tensor, None, None]:
         """Decode the frames of chunks, one chunk after the other: uint8 ``[t, H, W, 3]``.
 
         Args:
@@ -302,7 +324,7 @@ class ImageReader:
         """The images' size as RGB."""
         return sum(3 * picture.height * picture.width for picture in self.pictures)
 
-    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
+    def read(self, chunks: Sequence[range], first: int = 0) -> Generator[list[Any], None, None]:
         """Decode the images of chunks, one chunk after the other.
 
         Args:
@@ -333,7 +355,8 @@ class ImageReader:
             for are_resized, run in groupby(read, _is_resized):
                 images = list(run)
                 if are_resized:
-                    batches.append(self._resized(images))
+                    with_sizes = [(image, size) for image, size in images if size is not None]
+                    batches.append(self._resized(with_sizes))
                 else:
                     batches.append(self._by_processor([image for image, _ in images]))
             if len(batches) == 1:

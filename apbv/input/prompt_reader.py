@@ -236,7 +236,7 @@ class PromptReader:
             return TokenizedPrompt(rendered, (), batch)
         videos = self.without_repeats(videos)
         sounds_of_videos = [video.sound for video in videos if video.sound is not None]
-        sounds = []
+        sounds: list[Any] = []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*sounds_of_videos, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
@@ -383,10 +383,11 @@ class PromptReader:
             run: the temporal patches of these.
             items: their numbers among the prompt's items.
         """
-        source = tokenized.sources[items[0]]
+        sources = tokenized.sources[items.start : items.stop]
+        source = sources[0]
         if isinstance(source, Picture):
             return ImageReader(
-                pictures=tuple(tokenized.sources[item] for item in items),
+                pictures=tuple(picture for picture in sources if isinstance(picture, Picture)),
                 processor=self.processor,
                 timer=timer,
                 is_untiled=(
@@ -410,7 +411,7 @@ class PromptReader:
         texts = (question.prompt, question.context, question.messages)
         if any(sources) or any(texts):
             raise PromptError("pass either token ids or a prompt with its sources, not both")
-        token_ids = tuple(question.token_ids)
+        token_ids = tuple(question.token_ids or ())
         vocab_size = self.parts.vocab_size
         if not token_ids:
             raise PromptError("the prompt is empty")

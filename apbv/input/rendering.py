@@ -7,12 +7,12 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname, urlopen
 
@@ -55,7 +55,11 @@ def _is_time(value: Any) -> bool:
 # are counts.
 _COUNT = ("be an integer of at least 1", _is_count)
 _TIME = ("be a number of seconds, not negative", _is_time)
-_CHECKS = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "fps": FRAME_RATE,
+    "video_start": _TIME,
+    "video_end": _TIME,
+}
 # OpenAI's resolution of an image: the model's processor has its own.
 _DETAIL = "detail"
 # Names of the reasoning in an assistant's message: vLLM's, and the older one. The first that is
@@ -120,6 +124,10 @@ class Question(Checked, error=InvalidRequestError):
             for video in self.video:
                 videos.append(demo.video_path() if video == "demo" else video)
             object.__setattr__(self, "video", videos)
+
+    def files(self, name: Literal["video", "images", "audio"]) -> list[Any]:
+        """Return one of the attributes that are always a list."""
+        return list(getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -313,9 +321,9 @@ class _Chat:
 
 def _chat_of(question: Question) -> _Chat:
     """Make a chat of a prompt and its sources, or of a prompt and its context."""
-    videos = question.video
-    images = question.images
-    sounds = question.audio
+    videos = question.files("video")
+    images = question.files("images")
+    sounds = question.files("audio")
     source = None
     if videos:
         source = "video"
@@ -413,7 +421,7 @@ def _collect_sources(question: Question) -> _Chat:
         limits=[],
         question_texts=None,
     )
-    for message in question.messages:
+    for message in question.messages or ():
         _add_message(chat, message)
     texts = []
     for message in chat.messages:
@@ -476,7 +484,7 @@ def _add_part(chat: _Chat, part: Any) -> dict[str, str]:
         return {"type": "text", "text": normalized["text"]}
     source = None
     if kind in ("video", "image", "audio"):
-        source = normalized.get(part_type)
+        source = normalized.get(str(part_type))
     if not isinstance(source, Mapping) or source.get("url") is None:
         raise PromptError(
             "a content part must be a dictionary of type 'text' with a 'text', or of type "
@@ -666,6 +674,7 @@ def tool_instructions(processor) -> str | None:
         chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         rendered, _ = apply_template(processor, chat, False, {}, [tool])
         return rendered if _PROBE in rendered else None
+    return None
 
 
 def _reads_parts(processor) -> bool:

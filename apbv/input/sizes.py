@@ -58,7 +58,7 @@ class PixelLimits:
         factor = video_processor.patch_size * video_processor.merge_size
         self._require_reasonable(factor, "a video's frames")
         if self.exact is not None:
-            return self._rounded(factor)
+            return _rounded(self.exact, factor)
         batch = video_processor(
             videos=[frames],
             video_metadata=[metadata],
@@ -74,10 +74,10 @@ class PixelLimits:
             return None
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+        frame_height, frame_width = frames.shape[-2:]
         try:
-            size = smart_resize(
-                *frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most
-            )
+            # An int is declared, but any number of pixels will do.
+            size = smart_resize(frame_height, frame_width, factor, least, most)  # type: ignore[arg-type]
         except ValueError as error:
             raise PromptError(f"a video's frames cannot be resized: {error}") from error
         if self.total is not None:
@@ -103,15 +103,20 @@ class PixelLimits:
         limits_of_model = getattr(image_processor, "size", None) or {}
         least_of_model = limits_of_model.get("shortest_edge")
         most_of_model = limits_of_model.get("longest_edge")
-        has_limits = least_of_model is not None and most_of_model is not None
-        if not hasattr(image_processor, "merge_size") or not has_limits:
+        has_sizes = hasattr(image_processor, "merge_size")
+        if not has_sizes or least_of_model is None or most_of_model is None:
             raise PromptError(f"{_NAMES} of an image do not apply to this model")
         factor = image_processor.patch_size * image_processor.merge_size
         self._require_reasonable(factor, "an image")
         if self.exact is not None:
-            return self._rounded(factor)
-        least = self.least or min(least_of_model // counted, self.most)
-        most = self.most or max(most_of_model // counted, self.least)
+            return _rounded(self.exact, factor)
+        least = self.least or least_of_model // counted
+        most = self.most or most_of_model // counted
+        # One that is given moves the model's other one.
+        if not self.least:
+            least = min(least, most)
+        if not self.most:
+            most = max(most, least)
         limits = {"shortest_edge": least * counted, "longest_edge": most * counted}
         try:
             batch = image_processor(images=[image], size=limits, return_tensors="pt")
@@ -139,10 +144,6 @@ class PixelLimits:
                 f"{what} may be enlarged to {_MOST_TOKENS * factor**2} pixels, not {height * width}"
             )
 
-    def _rounded(self, factor: int) -> tuple[int, int]:
-        height, width = (max(1, round(side / factor)) * factor for side in self.exact)
-        return height, width
-
     def _require_within(
         self, size: tuple[int, int], least: float, most: float, factor: int, what: str
     ) -> None:
@@ -164,3 +165,8 @@ def resized(image_processor, image: Tensor, size: tuple[int, int]) -> Tensor:
     return TorchvisionBackend.resize(
         image_processor, image, target, resample=image_processor.resample
     )
+
+
+def _rounded(size: tuple[int, int], factor: int) -> tuple[int, int]:
+    height, width = (max(1, round(side / factor)) * factor for side in size)
+    return height, width

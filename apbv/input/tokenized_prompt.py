@@ -196,7 +196,9 @@ def _video_item(
     frame_bytes = 3 * video.info.height * video.info.width * len(video.frames)
     size = None
     if video.limits != PixelLimits():
-        size = tuple(video.grid[0, 1:].tolist())
+        assert video.grid is not None  # only models that have one take limits
+        height, width = video.grid[0, 1:].tolist()
+        size = (height, width)
     return VisualItem(
         kind="video",
         num_rows=num_tokens,
@@ -253,7 +255,7 @@ def _merged(
 
 def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
     """Return an image with the size that it gets because of its limits."""
-    image_processor = getattr(processor, "image_processor", None)
+    image_processor: Any = getattr(processor, "image_processor", None)
     num_frames_counted = 1
     if prompts_like(parts.family) == "glm4v":
         # It counts the pixels of a whole temporal patch.

@@ -18,7 +18,7 @@ each.
 """
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -128,7 +128,7 @@ class PixelChunk:
 class Pixels(Protocol):
     """One host's share of a prompt's pixels."""
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+    def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
         """Return an iterator over chunks, in order; it has to be closed.
 
         Args:
@@ -279,7 +279,7 @@ class VisualInput(RowStarts):
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
         most = most_in_a_chunk(longest, max(costs), num_bytes)
         share = self.patches[host]
-        chunks = []
+        chunks: list[range] = []
         for run, _ in self.runs:
             chunks += _cut(intersect(run, share), costs, most)
         return chunks

@@ -6,20 +6,40 @@ one host; within a host, rows are in token order.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..device_copy import to_device
 from ..errors import InvalidRequestError
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..layout import ContextLayout, intersect
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from
 # copying the cache.
 GROWTH_ROWS = 256
+
+
+class KVLayer(Protocol):
+    """What every layer of a KV cache has.
+
+    Attributes:
+        keys, values: ``[B, Hkv, T, D]`` each.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens; their number is negative, as transformers' caches take it."""
+
+
+def kv_layers(cache: Cache) -> Sequence[KVLayer]:
+    """Return the layers of a cache that holds keys and values in all of them."""
+    return cast("Sequence[KVLayer]", cache.layers)  # transformers declares other kinds, too
 
 
 class GrowingLayer(DynamicLayer):
@@ -35,6 +55,8 @@ class GrowingLayer(DynamicLayer):
             count. None: it appends.
     """
 
+    keys: Tensor  # once it is initialized
+    values: Tensor
     buffers: tuple[Tensor, Tensor] | None = None
     places: Tensor | None = None
 
@@ -42,17 +64,21 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Add keys and values ``[B, Hkv, S, D]``, and return all of them for attention."""
-        if self.places is not None:
-            key_buffer, value_buffer = self.buffers
-            key_buffer.index_copy_(2, self.places, key_states)
-            value_buffer.index_copy_(2, self.places, value_states)
-            return self.buffers
+        places = self.places
+        if places is not None:
+            buffers = self.buffers
+            assert buffers is not None  # they have room there
+            key_buffer, value_buffer = buffers
+            key_buffer.index_copy_(2, places, key_states)
+            value_buffer.index_copy_(2, places, value_states)
+            return buffers
         if not self.is_initialized:
             self.hold(key_states, value_states)
             return self.keys, self.values
         num_rows = self.keys.shape[2]
         count = key_states.shape[2]
         self.make_room(count)
+        assert self.buffers is not None  # they have room now
         key_buffer, value_buffer = self.buffers
         key_buffer[:, :, num_rows : num_rows + count] = key_states
         value_buffer[:, :, num_rows : num_rows + count] = value_states
@@ -106,13 +132,25 @@ class GrowingLayer(DynamicLayer):
     def extend(self, count: int) -> None:
         """Count ``count`` more rows that were written into the buffers."""
         num_rows = self.keys.shape[2] + count
+        assert self.buffers is not None  # the rows were written there
         keys, values = self.buffers
         self.keys = keys[:, :, :num_rows]
         self.values = values[:, :, :num_rows]
 
+    def release(self) -> None:
+        """Free the rows; the layer must not be used afterwards."""
+        del self.keys
+        del self.values
+        self.buffers = None
+
+
+def growing_layers(cache: Cache) -> Sequence[GrowingLayer]:
+    """Return the layers of a cache that appends in place (:func:`appending_in_place`)."""
+    return cast("Sequence[GrowingLayer]", cache.layers)
+
 
 @contextmanager
-def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
+def writing_at(cache: Cache, places: Tensor) -> Iterator[None]:
     """Make a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
@@ -122,12 +160,13 @@ def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
     Args:
         places: int64 ``[S]``, one for each new token.
     """
-    for layer in cache.layers:
+    layers = growing_layers(cache)
+    for layer in layers:
         layer.places = places
     try:
         yield
     finally:
-        for layer in cache.layers:
+        for layer in layers:
             layer.places = None
 
 
@@ -137,10 +176,14 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
     Its current tensors are not modified.
     """
     for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, GrowingLayer):
-            cache.layers[index] = GrowingLayer()
-            if layer.is_initialized:
-                cache.layers[index].hold(layer.keys, layer.values)
+        if isinstance(layer, GrowingLayer):
+            continue
+        growing = GrowingLayer()
+        cache.layers[index] = growing
+        if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+            assert layer.keys is not None  # it is initialized
+            assert layer.values is not None
+            growing.hold(layer.keys, layer.values)
     return cache
 
 
@@ -150,11 +193,12 @@ def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> Dy
     Args:
         view: the empty cache.
     """
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(kv_layers(cache)):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
-        view.layers[index].keys = layer.keys[:, :, :num_tokens]
-        view.layers[index].values = layer.values[:, :, :num_tokens]
+        view_layer = kv_layers(view)[index]
+        view_layer.keys = layer.keys[:, :, :num_tokens]
+        view_layer.values = layer.values[:, :, :num_tokens]
     return view
 
 
@@ -170,7 +214,7 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
     """
     are_first = list(chosen) == list(range(len(chosen)))
     rows = None
-    for layer in cache.layers:
+    for layer in kv_layers(cache):
         if not are_first and getattr(layer, "holds_newest", True):
             if rows is None:
                 rows = to_device(chosen, layer.keys.device, torch.int64)
@@ -275,6 +319,9 @@ class ShardedCache(Cache):
         host: this host's index.
         keep_query: False if the query runs in a later forward pass, which then appends its KV.
         decode_host: the host that :meth:`gather_behind_each` sends the KV to.
+
+    Attributes:
+        shards: its layers.
     """
 
     def __init__(
@@ -292,10 +339,10 @@ class ShardedCache(Cache):
             num_tokens = layout.query.start
             if appends:  # the query is the last of its rows
                 rows = rows[:-1]
-        layers = []
+        self.shards: list[ShardedLayer] = []
         for _ in range(num_layers):
-            layers.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
-        super().__init__(layers=layers)
+            self.shards.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
+        super().__init__(layers=list(self.shards))
         self.decode_host = decode_host
         self.layout = layout
         self._gather: LayerGather | None = None  # begun by a forward pass
@@ -316,7 +363,7 @@ class ShardedCache(Cache):
             holds_query: False if the query is still to be appended.
         """
         cache = cls(len(layers), layout, host, keep_query=holds_query)
-        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+        for layer, (keys, values) in zip(cache.shards, layers, strict=True):
             layer.hold(keys, values)
         return cache
 
@@ -346,7 +393,7 @@ class ShardedCache(Cache):
         """
         if hosts.size == 1:
             gathered = DynamicCache()
-            for share in self.layers:
+            for share in self.shards:
                 layer = GrowingLayer()
                 layer.hold(share.keys, share.values)
                 layer.buffers = share.buffers if releases else None
@@ -378,7 +425,7 @@ class ShardedCache(Cache):
 
     def _start_gather(self, hosts: HostGroup, to_host: int, releases: bool) -> "LayerGather":
         spans = [self.owned_spans(host) for host in range(hosts.size)]
-        return LayerGather(self.layers, spans, hosts, to_host, releases)
+        return LayerGather(self.shards, spans, hosts, to_host, releases)
 
 
 class LayerGather:
@@ -413,7 +460,7 @@ class LayerGather:
         self._releases = releases
         self._gathered = DynamicCache()
         self._num_sent = 0
-        self._exchange: Exchange | None = None  # of the newest layer
+        self._exchange: Pending[list[Tensor]] | None = None  # of the newest layer
 
     def __del__(self):
         # A buffer in transfer must not be freed, also if the prefill has ended early.
@@ -443,10 +490,7 @@ class LayerGather:
         shares = self._exchange.wait()
         self._exchange = None
         if self._releases:
-            layer = self._layers[self._num_sent - 1]
-            layer.keys = None
-            layer.values = None
-            layer.buffers = None
+            self._layers[self._num_sent - 1].release()
         return shares
 
     def _place(self, shares: list[Tensor] | None) -> None:

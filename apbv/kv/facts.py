@@ -123,7 +123,7 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
             raise malformed(name)
         items = zip(item_kinds, value, strict=True)
         return tuple(from_json(item_kind, item, name) for item_kind, item in items)
-    if is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         return _dataclass_from_json(kind, value)
     if type(value) is not kind:
         raise malformed(name)

@@ -228,6 +228,7 @@ class Offers(AbstractContextManager):
         if offer.how != "closed":  # then all processes close theirs
             self._notify_others(offer)
         if self._on_end is not None:
+            assert offer.how is not None  # it has ended
             try:
                 self._on_end(offer.transfer, offer.how, offer.ticket.num_bytes)
             except Exception:
@@ -241,6 +242,7 @@ class Offers(AbstractContextManager):
             "token": offer.token,
             "how": offer.how,
         }
+        assert offer.ticket is not None  # it is only here that others are known
         for source in offer.ticket.sources[1:]:
             try:
                 ask(source, request, _NOTIFYING_SECONDS)
@@ -314,6 +316,7 @@ class Offers(AbstractContextManager):
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         """Send the requested part, unless the offer ends meanwhile."""
         share = offer.share
+        assert share is not None  # it stays while a reader is there
         tokens = range_of(request, "tokens")
         kv_heads = range_of(request, "kv_heads")
         layers = range_of(request, "layers")

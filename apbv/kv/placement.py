@@ -3,6 +3,7 @@
 Callers use the interface :class:`PlacedKV` for both.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -13,14 +14,16 @@ from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.linear_attention import LinearStates
-from .cache import ShardedCache, appending_in_place, first_tokens
+from .cache import ShardedCache, appending_in_place, first_tokens, kv_layers
 from .select import collect_kv, select_kv
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values [1, Hkv, T, D] of every decoder layer
 
 
-class PlacedKV:
+class PlacedKV(ABC):
     """KV of one prompt: the common interface of :class:`GatheredKV` and :class:`ShardedKV`.
+
+    The KV of a :class:`GatheredKV` is on its decode host, which the methods below call host 0.
 
     Attributes:
         hosts: the hosts that prefilled the prompt.
@@ -55,18 +58,68 @@ class PlacedKV:
         """
         tensors = []
         if self.cache is not None:
-            for layer in self.cache.layers:
+            for layer in kv_layers(self.cache):
                 tensors += [layer.keys, layer.values]
         if self.states is not None:
             for layer_tensors in self.states.tensors:
                 tensors += layer_tensors
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(int(tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+    @abstractmethod
+    def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        """Return a separate cache with the prompt's KV on one host, None elsewhere; collective.
+
+        The cache has ``[1, Hkv, n, D]`` per layer, and may share memory with this KV.
+
+        Raises:
+            InvalidConfigError: the KV cannot be given to that host.
+        """
+
+    @abstractmethod
+    def local_kv(self) -> tuple[Sequence[range], Layers] | None:
+        """Return the prompt's tokens whose KV this host holds, in row order, and this KV.
+
+        None if it holds none.
+        """
+
+    @abstractmethod
+    def prefix(self, num_tokens: int, layout: ContextLayout) -> "PlacedKV | None":
+        """Return a view of the KV before the query; None if the query's KV is sharded, too.
+
+        Args:
+            num_tokens: the tokens before the query.
+            layout: the layout of the prompt.
+        """
+
+    @abstractmethod
+    def behind(self, layout: ContextLayout) -> "PlacedKV":
+        """Return this KV as the prefix of a longer prompt, whose query is still to be appended.
+
+        This KV itself is unchanged.
+
+        Args:
+            layout: the layout of the longer prompt.
+        """
+
+    @abstractmethod
+    def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        """Copy some tokens' KV to host 0, and return None elsewhere; collective.
+
+        Args:
+            chosen: per layer ``[Hkv, T]``, ascending token numbers
+                (:func:`apbv.kv.select.select_kv`).
+        """
+
+    @abstractmethod
+    def first_layers(self, count: int) -> DynamicCache | None:
+        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective.
+
+        It has ``[1, Hkv, n, D]`` per layer, and may share memory with this KV.
+        """
 
 
 class GatheredKV(PlacedKV):
     """KV gathered on one host, its decode host, which attends to it alone.
-
-    Where the methods below say host 0, it is the decode host here.
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on the decode host, None elsewhere. An answer is
@@ -75,6 +128,7 @@ class GatheredKV(PlacedKV):
         states: a hybrid's states of linear attention, the same on every host.
     """
 
+    cache: DynamicCache | None
     attending = None
 
     def __init__(
@@ -90,13 +144,6 @@ class GatheredKV(PlacedKV):
         self.states = states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
-        """Return a separate cache with the prompt's KV on one host, None elsewhere; collective.
-
-        The cache has ``[1, Hkv, n, D]`` per layer, and may share memory with this KV.
-
-        Raises:
-            InvalidConfigError: the KV cannot be given to that host.
-        """
         if host != 0:
             raise InvalidConfigError(
                 f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}"
@@ -115,48 +162,22 @@ class GatheredKV(PlacedKV):
         return first_tokens(self.cache, num_tokens, DynamicCache())
 
     def local_kv(self) -> tuple[Sequence[range], Layers] | None:
-        """Return the prompt's tokens whose KV this host holds, in row order, and this KV.
-
-        None if it holds none.
-        """
         whole = self.whole
         if whole is None:
             return None
-        return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in whole.layers]
+        return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in kv_layers(whole)]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
-        """Return a view of the KV before the query; None if the query's KV is sharded, too.
-
-        Args:
-            num_tokens: the tokens before the query.
-            layout: the layout of the prompt.
-        """
         return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
-        """Return this KV as the prefix of a longer prompt, whose query is still to be appended.
-
-        This KV itself is unchanged.
-
-        Args:
-            layout: the layout of the longer prompt.
-        """
         return GatheredKV(self.whole, layout.num_tokens, self.hosts)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
-        """Copy some tokens' KV to host 0, and return None elsewhere; collective.
-
-        Args:
-            chosen: per layer ``[Hkv, T]``, ascending token numbers
-                (:func:`apbv.kv.select.select_kv`).
-        """
-        return None if self.cache is None else select_kv(self.whole, chosen)
+        whole = self.whole
+        return None if whole is None else select_kv(whole, chosen)
 
     def first_layers(self, count: int) -> DynamicCache | None:
-        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective.
-
-        It may share memory with this KV.
-        """
         cache = self.whole
         if cache is not None:
             cache.layers = cache.layers[:count]
@@ -164,10 +185,9 @@ class GatheredKV(PlacedKV):
 
 
 class ShardedKV(PlacedKV):
-    """KV sharded over all hosts, whose partial attention results are merged (APB-V, Eq. 5).
+    """KV sharded over all hosts, whose partial attention results are merged (APB-V, Eq. 5)."""
 
-    Its methods are those of :class:`GatheredKV`.
-    """
+    cache: ShardedCache
 
     def __init__(self, cache: ShardedCache, hosts: HostGroup, states: LinearStates | None = None):
         self.cache = cache
@@ -211,14 +231,14 @@ class ShardedKV(PlacedKV):
         return collect_kv(self.cache, chosen, self.hosts)
 
     def first_layers(self, count: int) -> DynamicCache | None:
-        num_heads = self.cache.layers[0].keys.shape[1]
+        num_heads = self.cache.shards[0].keys.shape[1]
         all_tokens = torch.arange(self.num_tokens).expand(num_heads, -1)
         return self.select([all_tokens] * count)
 
     def _rows(self, count: int | None) -> Layers:
         """Return every layer's first rows on this host; None: all rows."""
         layers = []
-        for layer in self.cache.layers:
+        for layer in self.cache.shards:
             layers.append((layer.keys[:, :, :count], layer.values[:, :, :count]))
         return layers
 

@@ -4,7 +4,7 @@ Consumers are other engines' processes, so it needs only torch and the standard 
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -46,7 +46,7 @@ class RemoteKV(AbstractContextManager):
         self.timeout = timeout
         self._reader = secrets.token_hex(16)
         self._num_readers = num_readers
-        self._layers: Iterator[tuple[Tensor, Tensor]] | None = None  # being received
+        self._layers: Generator[tuple[Tensor, Tensor], None, None] | None = None  # being received
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
@@ -80,7 +80,7 @@ class RemoteKV(AbstractContextManager):
 
     def _received(
         self, tokens: range, kv_heads: range, layers: range
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Connect to all sources, and yield each layer while the next one is received."""
         addresses = list(dict.fromkeys(self.ticket.sources))
         shape = (2, len(kv_heads), len(tokens), self.ticket.head_dim)

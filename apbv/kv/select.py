@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from ..device_copy import numbers_in
 from ..hosts import HostGroup
-from .cache import ShardedCache
+from .cache import ShardedCache, kv_layers
 
 
 def select_kv(cache: DynamicCache, chosen: Sequence[Tensor]) -> DynamicCache:
@@ -21,7 +21,7 @@ def select_kv(cache: DynamicCache, chosen: Sequence[Tensor]) -> DynamicCache:
     """
     copy = DynamicCache()
     for index, tokens in enumerate(chosen):
-        layer = cache.layers[index]
+        layer = kv_layers(cache)[index]
         head_dim = layer.keys.shape[3]
         rows = tokens.to(layer.keys.device)[None, :, :, None].expand(-1, -1, -1, head_dim)
         copy.update(layer.keys.gather(2, rows), layer.values.gather(2, rows), index)
@@ -51,7 +51,7 @@ def collect_kv(
     copy = DynamicCache()
     for index, tokens in enumerate(chosen):
         # Send this host's rows of the layer.
-        layer = shards.layers[index]
+        layer = shards.shards[index]
         owners = owner_of_token[tokens]  # [Hkv, T]
         heads, columns = (owners == hosts.rank).nonzero(as_tuple=True)
         rows = row_of_token[tokens[heads, columns]]

@@ -19,6 +19,9 @@ from ..layout import intersect
 from .facts import Run, rows_of
 from .wire import Address, sever
 
+# As socketserver declares it: of a stream it is the connection.
+Request = socket.socket | tuple[bytes, socket.socket]
+
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +78,7 @@ class Share:
         self.kv_heads = kv_heads
         self._layers = [(keys[0], values[0]) for keys, values in layers]
         self._device = layers[0][0].device
-        self._computed = None
+        self._computed: torch.cuda.Event | None = None  # on a GPU
         if self._device.type == "cuda":
             self._computed = torch.cuda.current_stream(self._device).record_event()
 
@@ -101,13 +104,16 @@ class Share:
         states = []
         for keys, values in self._layers[layers.start : layers.stop]:
             states.append((keys[heads, rows], values[heads, rows]))
-        in_host_memory = _contiguous(states) if self._computed is None else self._copied(states)
+        computed = self._computed
+        in_host_memory = _contiguous(states) if computed is None else self._copied(states, computed)
         return Part(runs, (common_heads.start, common_heads.stop), in_host_memory)
 
-    def _copied(self, layers: Layers) -> Iterator[tuple[Tensor, Tensor]]:
+    def _copied(
+        self, layers: Layers, computed: torch.cuda.Event
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, beside other GPU work, each while the previous one is sent."""
         stream = side_stream(self._device, "sending")
-        stream.wait_event(self._computed)
+        stream.wait_event(computed)
         # Two pairs, for layers with even and with odd numbers.
         buffers: list[tuple[Tensor, Tensor]] = []
 
@@ -223,21 +229,23 @@ class Listener(socketserver.ThreadingTCPServer):
                 sever(oldest)
         return connection, address
 
-    def finish_request(self, request: socket.socket, client_address: Any) -> None:
+    def finish_request(self, request: Request, client_address: Any) -> None:
         """Serve a connection, in its thread."""
+        connection = _connection(request)
         thread = threading.current_thread()
         thread.name = "kv-sender"
         with self._lock:
-            self._connections[request] = thread
-        self._serve(request, lambda: self._forget(self._strangers, request))
+            self._connections[connection] = thread
+        self._serve(connection, lambda: self._forget(self._strangers, connection))
 
-    def shutdown_request(self, request: socket.socket) -> None:
+    def shutdown_request(self, request: Request) -> None:
         """Close a connection."""
-        self._forget(self._strangers, request)
-        self._forget(self._connections, request)
+        connection = _connection(request)
+        self._forget(self._strangers, connection)
+        self._forget(self._connections, connection)
         super().shutdown_request(request)
 
-    def handle_error(self, request: socket.socket, client_address: Any) -> None:
+    def handle_error(self, request: Request, client_address: Any) -> None:
         """Log a connection's error."""
         error = sys.exception()
         if isinstance(error, OSError):
@@ -248,3 +256,8 @@ class Listener(socketserver.ThreadingTCPServer):
     def _forget(self, connections: dict, connection: socket.socket) -> None:
         with self._lock:
             connections.pop(connection, None)
+
+
+def _connection(request: Request) -> socket.socket:
+    assert isinstance(request, socket.socket)  # the server is one of streams
+    return request

@@ -195,7 +195,7 @@ def reachable_address(host: str) -> str:
     name = socket.gethostname()
     with suppress(socket.gaierror):
         for *_, socket_address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
-            address = socket_address[0]
+            address = str(socket_address[0])
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
     # Many systems resolve their own name to a loopback address, or not at all. These addresses are

@@ -125,8 +125,8 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
     Raises:
         UnsupportedModelError: it has embeddings of another number of tokens, but no head for these.
     """
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     inputs = _rows_saved(model, embedding, weights)
     outputs = _rows_saved(model, head, weights)
     if outputs is None and head.weight is embedding.weight:

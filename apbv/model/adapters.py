@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -43,6 +44,7 @@ def find_adapter(
     base = path
     if adapter is None:
         adapter = path
+        assert config is not None  # it was found
         base = _base_of(adapter, config)
         config = _find(base, _CONFIG)
     elif _find(adapter, _CONFIG) is None:
@@ -97,7 +99,7 @@ def processor_path(base: str | Path, adapter: str | Path | None, is_video: bool)
     return adapter if has_processor else base
 
 
-def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path) -> None:
+def require_mergeable(auto: type[Any], config: PreTrainedConfig, adapter: str | Path) -> None:
     """Reject an adapter that does not fit a model, or cannot be merged.
 
     To find out, the model is built without storage.
@@ -151,7 +153,7 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
     if not has_weights and hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # others, such as PiSSA, decompose the model's weights
     # Make room for it in the model.
-    adapted = None
+    adapted: Any = None
     if not config.is_prompt_learning:
         resize_vocabulary(model, weights)
         key_mapping = fit_names(config, weights, model)
@@ -174,7 +176,7 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
 
     # Merge them.
     _untie(model)
-    merged_model = adapted.merge_and_unload()
+    merged_model: Any = adapted.merge_and_unload()
     head = merged_model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         # peft may have made it of an embedding, whose sizes are the other way round.
@@ -203,8 +205,8 @@ def _untie(model: PreTrainedModel) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     is_changed = False
     if isinstance(embedding, BaseTunerLayer):
         embedding = embedding.get_base_layer()

@@ -5,13 +5,13 @@ forward, which transformers passes down to every layer. Nothing is therefore glo
 file is copied.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -24,6 +24,7 @@ from ..kernels import (
     segmented_attention,
     verify_attention,
 )
+from ..pending import Pending
 
 _NAME = "apbv"
 
@@ -46,7 +47,7 @@ class LayerAttention(Protocol):
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,  # a layer's attention, of transformers
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -131,8 +132,7 @@ class NewTokenAttention:
         if self.hosts is None:
             out, _ = state
             return out
-        finish = gather_and_merge([state], self.hosts, self.backend)
-        return finish()
+        return gather_and_merge([state], self.hosts, self.backend).wait()
 
 
 class BatchAttention:
@@ -159,40 +159,39 @@ def gather_and_merge(
     backend: str = "auto",
     *,
     out: Tensor | None = None,
-) -> Callable[[], Tensor]:
+) -> Pending[Tensor]:
     """Start merging all hosts' partial attention results.
 
     Args:
         states: one or more of this host's, over disjoint keys: out ``[B, H, S, D]`` and lse
             ``[B, H, S]`` of each.
         backend: what merges them; see :func:`apbv.kernels.merge_states`.
-        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be filled by the
-            function; None: a new tensor in the dtype of the first partial result.
+        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be
+            filled; None: a new tensor in the dtype of the first partial result.
 
     Returns:
-        A function that waits for the results, and returns the merged out.
+        The merged out.
     """
     first, first_lse = states[0]
     if hosts.size == 1 and len(states) == 1 and out is None:
-        return lambda: first
+        return Pending(lambda: first)
     if out is None:
         out = torch.empty_like(first)
     if hosts.size == 1 or not first.numel():
         _merge_here(states, out, backend)
-        return lambda: out
+        return Pending(lambda: out)
     # One message instead of two: all of out and then all of lse, so that what arrives is merged
     # where it lies.
     packed = first.new_empty(first.nbytes + first_lse.nbytes, dtype=torch.uint8)
     packed_out, packed_lse = _unpack(packed, first, first_lse)
     packed_lse.copy_(_merge_here(states, packed_out, backend))
-    exchange = hosts.all_gather(packed)
 
-    def finish() -> Tensor:
-        outs, lses = _unpack(exchange.wait(), first, first_lse)
+    def merge(gathered: Tensor) -> Tensor:
+        outs, lses = _unpack(gathered, first, first_lse)
         merged, _ = merge_states(outs, lses, out=out, backend=backend)
         return merged
 
-    return finish
+    return hosts.all_gather(packed).then(merge)
 
 
 def _merge_here(states: Sequence[tuple[Tensor, Tensor]], out: Tensor, backend: str) -> Tensor:

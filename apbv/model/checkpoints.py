@@ -1,6 +1,6 @@
 """Reads a checkpoint's weights: all of the model's, in the right shapes, and none of its code."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -12,7 +12,9 @@ from ..errors import UnsupportedModelError
 _MOST_NAMED = 3  # of weights that are not there
 
 
-def load_weights(model_class: type, path: str | Path | None, **options: Any) -> PreTrainedModel:
+def load_weights(
+    model_class: type[Any], path: str | Path | None, **options: Any
+) -> PreTrainedModel:
     """Load a model by transformers, and reject a checkpoint that lacks weights.
 
     transformers would put random numbers in their place.
@@ -74,7 +76,7 @@ def _names_of_incomplete(error: RuntimeError) -> list[str]:
     return []
 
 
-def named(names: Iterable[str]) -> str:
+def named(names: Collection[str]) -> str:
     """Return the first names in alphabetical order, and how many more there are."""
     first = sorted(names)[:_MOST_NAMED]
     text = ", ".join(first)

@@ -83,7 +83,7 @@ def sample_digest(tensors: Iterable[Tensor]) -> bytes:
     Args:
         tensors: all weights of a model, or this process's shards of them.
     """
-    samples = []
+    samples: list[Tensor] = []
     for tensor in tensors:
         samples.extend(_samples(tensor.detach()))
     # All in one tensor, so that the GPU is waited for once.

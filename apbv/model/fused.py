@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import partial, update_wrapper
 from inspect import unwrap
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from ..kernels.backends import choose, drawn_numbers, implementation, mistake_of
 from ..reporting import warn_caller
 
 _ROTARY = "apply_rotary_pos_emb"
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class FusedKind(StrEnum):
@@ -34,7 +36,7 @@ class FusedKind(StrEnum):
 
 
 @torch.no_grad()
-def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Module:
+def with_fused_kernels(decoder: Model, backend: str, like: Tensor) -> Model:
     """Return a decoder with the same weights, and fused kernels where these are right; else itself.
 
     Each is tried on a few rows against the module that it stands in for, and left out, with a
@@ -78,7 +80,7 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
 
 def fused_forwards(
     decoder: nn.Module, rms_norm: Callable, silu_product: Callable, rotated: Callable
-) -> dict:
+) -> dict[type[nn.Module], Callable]:
     """Return by its class another ``forward`` for what is known here of a decoder's modules.
 
     Args:
@@ -102,7 +104,7 @@ def fused_forwards(
             torch.cat([k_turned, k[..., width:]], dim=-1),
         )
 
-    forwards = {}
+    forwards: dict[type[nn.Module], Callable] = {}
     for module in decoder.modules():
         module_class = type(module)
         match kind_of(module):
@@ -128,11 +130,12 @@ def kind_of(module: nn.Module) -> FusedKind | None:
     return FusedKind.ROTARY if _ROTARY in forward.__code__.co_names else None
 
 
-def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
+def with_globals(function: Callable, values: Mapping[str, Any]) -> Callable:
     """Return a function in which some global names mean something else.
 
     It has the function's own code and decorators.
     """
+    assert isinstance(function, FunctionType)  # of Python
     names = function.__globals__
     closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)
@@ -140,6 +143,7 @@ def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionT
         names = {**names, **values}
     else:
         other = with_globals(inner, values)
+        assert closure is not None  # a decorator's function refers to the one that it wraps
         closure = tuple(
             CellType(other) if cell.cell_contents is inner else cell for cell in closure
         )
@@ -150,7 +154,7 @@ def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionT
     return copied if inner is None else update_wrapper(copied, other)
 
 
-def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Module:
+def with_forwards(module: Model, forwards: Mapping[type, Callable]) -> Model:
     """Return a module that computes modules of these classes by other functions.
 
     It shares the weights of the given module.
@@ -175,10 +179,11 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
     return other
 
 
-def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
+def _mistake(module: Any, forward: Callable, like: Tensor) -> str | None:
     """Compare a function with a module's own on a few rows; return the error, if any."""
     randn = drawn_numbers(like.device, like.dtype)
     own_forward = type(module).forward
+    fused: Callable
     if hasattr(module, "head_dim"):
         # Of an attention only the rotary positions are fused.
         q, k = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3)
@@ -191,9 +196,10 @@ def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
         width = len(module.weight) if hasattr(module, "weight") else module.gate_proj.in_features
         x = randn(1, 3, width)
 
-        def fused() -> list[Tensor]:
+        def run_fused() -> list[Tensor]:
             return [forward(module, x)]
 
+        fused = run_fused
         expected = [own_forward(module, x)]
     exact = [each.double() for each in expected]
     eps = torch.finfo(like.dtype).eps

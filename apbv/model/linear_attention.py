@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import UnsupportedModelError
 from .fused import with_forwards, with_globals
+from .modules import decoder_layers
+
+Decoder = TypeVar("Decoder", bound=nn.Module)
 
 _CONVOLUTION = "causal_conv1d_fn"
 _RULE = "torch_chunk_gated_delta_rule"
@@ -40,10 +43,14 @@ class LinearStates(Cache):
     Args:
         places: the numbers of these layers among all of the decoder.
         tensors: their states, which are copied; none: they are put later.
+
+    Attributes:
+        linear_layers: its layers.
     """
 
     def __init__(self, places: Sequence[int], tensors: Iterable[tuple[Tensor, Tensor]] = ()):
-        super().__init__(layers=[LinearAttentionLayer() for _ in places])
+        self.linear_layers = [LinearAttentionLayer() for _ in places]
+        super().__init__(layers=list(self.linear_layers))
         self.places = tuple(places)
         for index, states in enumerate(tensors):
             self.put(index, *states)
@@ -97,8 +104,15 @@ class LinearStates(Cache):
 
     @property
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
-        """The states of every layer."""
-        return [(layer.conv_states[0], layer.recurrent_states[0]) for layer in self.layers]
+        """The states of every layer, once they are put."""
+        tensors = []
+        for layer in self.linear_layers:
+            inputs = layer.conv_states[0]
+            state = layer.recurrent_states[0]
+            assert inputs is not None  # both were put
+            assert state is not None
+            tensors.append((inputs, state))
+        return tensors
 
 
 class LinearAttention(Protocol):
@@ -127,7 +141,7 @@ def is_linear(layer: nn.Module) -> bool:
     return hasattr(layer, "linear_attn")
 
 
-def with_linear_attention(decoder: nn.Module) -> nn.Module:
+def with_linear_attention(decoder: Decoder) -> Decoder:
     """Return a hybrid's decoder, with the same weights, whose linear layers take ``linear``.
 
     This keyword is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`.
@@ -137,14 +151,15 @@ def with_linear_attention(decoder: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModelError: its layers do not call the two functions that can be replaced.
     """
-    kinds = {type(layer.linear_attn) for layer in decoder.layers if is_linear(layer)}
+    own_layers = decoder_layers(decoder)
+    kinds = {type(layer.get_submodule("linear_attn")) for layer in own_layers if is_linear(layer)}
     decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
     next_number = {"linear_attn": 0, "self_attn": 0}
     layers = []
-    for layer in decoder.layers:
-        layer = copy.copy(layer)
+    for own_layer in decoder_layers(decoder):
+        layer = copy.copy(own_layer)
         name = "linear_attn" if is_linear(layer) else "self_attn"
-        mixer = copy.copy(layer.get_submodule(name))
+        mixer: Any = copy.copy(layer.get_submodule(name))
         mixer.layer_idx = next_number[name]
         next_number[name] += 1
         layer._modules = {**layer._modules, name: mixer}

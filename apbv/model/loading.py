@@ -99,7 +99,8 @@ def load_model(
             elif quantization_of(config) is not None:
                 model = load_quantized(auto, base, config, dtype, hosts.device)
             else:
-                model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
+                model = load_weights(auto, base, config=config, dtype=dtype)
+                model.to(hosts.device)  # type: ignore[arg-type]  # its stub hides Module's
                 if adapter is not None:
                     model = merged(model, adapter)
             model = model.eval()
@@ -136,7 +137,7 @@ def require_loadable(
     refuse(
         quantized=quantization_of(config) is not None,
         tensor_parallel=tensor_parallel > 1,
-        adapter=adapter,
+        adapter=None if adapter is None else str(adapter),
     )
     require_shardable(config, tensor_parallel)
     require_quantization(config, device)
@@ -212,7 +213,7 @@ def _described_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        kind = UnsupportedModelError
+        kind: type[ApbvError] = UnsupportedModelError
         if isinstance(error, ApbvError):
             kind = type(error)
         reason = str(error)

@@ -23,6 +23,7 @@ from ..versions import release, untried
 from .digest import SAMPLED_PROJECTIONS, sample_digest, weights_digest
 from .fused import with_fused_kernels
 from .linear_attention import is_linear, with_linear_attention
+from .modules import decoder_layers
 from .rotary import RotaryByLength, rope_by_length, with_rotary_by_length
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
@@ -293,8 +294,8 @@ class ModelParts:
     num_rows_ending_video: int = field(init=False, repr=False, compare=False)
     rows_per_tile: int | None = field(init=False, repr=False, compare=False)
     patches_per_row: int | None = field(init=False, repr=False, compare=False)
-    packed_vision_tower: nn.Module | None = field(init=False, repr=False, compare=False)
-    audio_tower: nn.Module | None = field(init=False, repr=False, compare=False)
+    packed_vision_tower: PreTrainedModel | None = field(init=False, repr=False, compare=False)
+    audio_tower: PreTrainedModel | None = field(init=False, repr=False, compare=False)
     projector: nn.Module | None = field(init=False, repr=False, compare=False)
     # The placeholders of video, images and audio; -1 for what the model does not take.
     _placeholders: Tensor = field(init=False, repr=False, compare=False)
@@ -343,9 +344,10 @@ class ModelParts:
         self._set("device", embed_tokens.weight.device)
 
         attention = next(
-            layer.self_attn for layer in self.language_model.layers if not is_linear(layer)
+            layer for layer in decoder_layers(self.language_model) if not is_linear(layer)
         )
-        weight = getattr(attention.k_proj, "weight", None)  # None where it is packed
+        projection = attention.get_submodule("self_attn.k_proj")
+        weight = getattr(projection, "weight", None)  # None where it is packed
         mesh = getattr(weight, "device_mesh", None)
         member = 0
         num_members = 1
@@ -394,6 +396,7 @@ class ModelParts:
         across the edge of windows, it is two of them.
         """
         # Half of a window's frames, which is its rows after both.
+        assert self.audio_tower is not None  # the model hears
         window = self.audio_tower.config.n_window
         return 2 * window if window % 2 == 0 else 4 * window
 
@@ -505,6 +508,7 @@ class ModelParts:
             if config.vision_feature_select_strategy == "default":
                 num_rows -= 1  # the first is dropped
             return num_rows
+        assert size is not None  # the others ask it
         num_tiles = self._num_tiles(size) if is_tiled else 1
         tiles = torch.empty(num_tiles, num_patches, 1, device="meta")
         return len(self._packed_image(tiles, size, torch.empty(1, device="meta")))
@@ -589,7 +593,7 @@ class ModelParts:
         """
         if count not in self._shallow:
             decoder = copy.copy(self.language_model)
-            first_layers = nn.ModuleList(list(self.language_model.layers)[:count])
+            first_layers = nn.ModuleList(list(decoder_layers(self.language_model))[:count])
             decoder._modules = {**self.language_model._modules, "layers": first_layers}
             shallow = replace(self, language_model=decoder)
             shallow._set("num_layers", count)
@@ -599,7 +603,9 @@ class ModelParts:
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
         return weights_digest(
-            first for layer in self.language_model.layers for first in _sampled_weights(layer)
+            first
+            for layer in decoder_layers(self.language_model)
+            for first in _sampled_weights(layer)
         )
 
 
@@ -641,7 +647,8 @@ def inspect_model(
     if parts.tensor_parallel[1] > 1:
         # To try an MLP that is shared out would be collective.
         backend = "torch"
-    language_model = with_fused_kernels(language_model, backend, parts.embed_tokens.weight)
+    like = torch.empty(0, dtype=parts.dtype, device=parts.device)
+    language_model = with_fused_kernels(language_model, backend, like)
     return replace(parts, language_model=language_model)
 
 
@@ -742,14 +749,15 @@ def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
         parent, _, projection = name.rpartition(".")
         if hasattr(getattr(layer, parent, None), projection):
             yield _first_weights(layer.get_submodule(name))
-    if hasattr(layer.mlp, "gate_up_proj"):  # both in one
-        yield _first_weights(layer.mlp.gate_up_proj)
-    if hasattr(layer.mlp, "experts"):
-        yield layer.mlp.gate.weight[0]
-        yield layer.mlp.experts.gate_up_proj[0, 0]
+    mlp: Any = layer.get_submodule("mlp")  # of many classes
+    if hasattr(mlp, "gate_up_proj"):  # both in one
+        yield _first_weights(mlp.gate_up_proj)
+    if hasattr(mlp, "experts"):
+        yield mlp.gate.weight[0]
+        yield mlp.experts.gate_up_proj[0, 0]
 
 
-def _first_weights(linear: nn.Module) -> Tensor:
+def _first_weights(linear: Any) -> Tensor:
     """Return a linear module's first row of weights.
 
     Of packed weights, the rows as they are stored that together have as many numbers.
@@ -774,7 +782,7 @@ def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _packed_vision_tower(model: nn.Module, family: str) -> nn.Module | None:
+def _packed_vision_tower(model: Any, family: str) -> PreTrainedModel | None:
     if family == "video_llama_3":
         return model.vision_model
     if "mrope" in _FAMILIES[family]:

@@ -57,7 +57,7 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
 
 
 def load_quantized(
-    auto: type,
+    auto: type[Any],
     path: str | Path,
     config: PreTrainedConfig,
     dtype: str | torch.dtype,
@@ -65,8 +65,9 @@ def load_quantized(
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
     settings = quantization_of(config)
+    assert settings is not None  # it is quantized
     with _alone(settings):
-        model = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
+        model: Any = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
         if hasattr(model, "ct_decompress_hook"):
             # The hook is one of the whole model's forward, which apbv does not call.
             model.hf_quantizer.compressor.decompress_model(model)
@@ -152,8 +153,8 @@ def weight_size(
         bits = 4
         group = 32
     elif method in ("gptq", "awq"):
-        bits = settings.get("bits")
-        group = settings.get("group_size")
+        bits = settings["bits"]
+        group = settings["group_size"]
     elif method in ("bitsandbytes", "torchao", "fp8") and not is_made_dense(settings, device):
         bits = 8
         group = row

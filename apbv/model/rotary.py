@@ -13,11 +13,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import unwrap
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+Decoder = TypeVar("Decoder", bound=PreTrainedModel)
 
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -36,9 +39,9 @@ class RotaryByLength(nn.Module):
         own: the module of the model, which stays as it is.
     """
 
-    def __init__(self, own: nn.Module):
+    def __init__(self, own: Any):
         super().__init__()
-        self._own = own
+        self._own: Any = own
         self._rotate = unwrap(type(own).forward)  # without what changes the module's frequencies
         self._prompt = threading.local()
 
@@ -89,7 +92,9 @@ class RotaryByLength(nn.Module):
         self, length: int, x: Tensor, position_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         config = self._own.config
-        frequencies = ROPE_INIT_FUNCTIONS[rope_by_length(config)]
+        rope_type = rope_by_length(config)
+        assert rope_type is not None  # else the module's own frequencies serve all
+        frequencies = ROPE_INIT_FUNCTIONS[rope_type]
         module = copy.copy(self._own)
         inv_freq, attention_scaling = frequencies(config, x.device, seq_len=length)
         module.attention_scaling = attention_scaling
@@ -97,10 +102,13 @@ class RotaryByLength(nn.Module):
         return self._rotate(module, x, position_ids)
 
 
-def with_rotary_by_length(decoder: nn.Module) -> nn.Module:
+def with_rotary_by_length(decoder: Decoder) -> Decoder:
     """Return a decoder with the same weights, with :class:`RotaryByLength` if frequencies vary."""
     if rope_by_length(decoder.config) is None:
         return decoder
     decoder = copy.copy(decoder)
-    decoder._modules = {**decoder._modules, "rotary_emb": RotaryByLength(decoder.rotary_emb)}
+    decoder._modules = {
+        **decoder._modules,
+        "rotary_emb": RotaryByLength(decoder.get_submodule("rotary_emb")),
+    }
     return decoder

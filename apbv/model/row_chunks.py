@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     Args:
         most_rows: the rows of the longest input.
     """
-    decoder = parts.language_model
+    decoder: Any = parts.language_model
     itemsize = parts.dtype.itemsize
     # Of a row a norm of several calls holds copies in fp32, and the result before its weights.
     norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize))
@@ -46,7 +47,7 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     mlp_rows = chunk_rows(
         parts.device, mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1])
     )
-    modules = [(decoder.norm, norm_rows)]
+    modules: list[tuple[Any, int]] = [(decoder.norm, norm_rows)]
     for layer in decoder.layers:
         modules += [(layer.input_layernorm, norm_rows), (layer.post_attention_layernorm, norm_rows)]
         modules.append((layer.mlp, mlp_rows))
@@ -108,7 +109,7 @@ class _InChunks:
         num_chunks = ceil(num_rows / self.most_rows)
         whole_tiles = ceil(ceil(num_rows / num_chunks) / _ROWS_OF_A_TILE)
         rows = min(whole_tiles * _ROWS_OF_A_TILE, self.most_rows)
-        out = None
+        out: Tensor | None = None
         for start in range(0, num_rows, rows):
             # Without the stride of the longer batch, for which torch multiplies by a batch of
             # weights.
@@ -116,4 +117,5 @@ class _InChunks:
             if out is None:
                 out = result.new_empty(1, num_rows, result.shape[-1])
             out[:, start : start + rows] = result
+        assert out is not None  # there are rows
         return out

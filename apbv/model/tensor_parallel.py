@@ -11,6 +11,7 @@ has to encode.
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
@@ -48,7 +49,7 @@ LAYER_PLAN = {
 
 
 def load_sharded(
-    auto: type,
+    auto: type[Any],
     path: str | Path,
     config: PreTrainedConfig,
     dtype: str | torch.dtype,
@@ -177,7 +178,7 @@ def weight_bytes(
         itemsize: bytes per number that is not quantized.
         device: where it will be loaded.
     """
-    auto = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     if config.model_type in VISION_FAMILIES:
         auto = AutoModelForImageTextToText
     with torch.device("meta"):
@@ -196,7 +197,7 @@ def weight_bytes(
         # As in a plan.
         of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
         is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
-        size = itemsize
+        size: float = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():
             size = weight_size(name, module, settings, itemsize, device)
         num_here = weight.numel()

@@ -5,10 +5,11 @@ deepstack, the L vectors that are added to the hidden states after the first lay
 ``[rows, (1 + L) * d]``. Rows are numbered in prompt order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from math import isqrt
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,12 @@ _SHARE_OF_MEMORY = 16
 # Makes the rows of one host's share of the visual input: given the temporal patches of each chunk,
 # as VisualInput.chunks returns them, it yields the rows [rows, (1 + L) * d] of each chunk, in
 # order, and has to be closed.
-VisualRows = Callable[[Sequence[range]], Iterator[Tensor]]
+VisualRows = Callable[[Sequence[range]], Generator[Tensor, None, None]]
 
 
 def tower_rows(
     parts: ModelParts, visual: VisualInput, timer: StageTimer | None, chunks: Sequence[range]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Run the model's vision tower on this host's pixels, chunk by chunk; see :data:`VisualRows`.
 
     Args:
@@ -88,6 +89,7 @@ def encode_pooled(parts: ModelParts, visual: VisualInput) -> Tensor:
     Returns:
         As :func:`encode_visual`; all patches of a cell have the same row.
     """
+    assert parts.projector is not None  # as the caller has seen
     hook = parts.projector.register_forward_pre_hook(_pool_cells)
     try:
         return encode_visual(parts, visual)
@@ -113,6 +115,14 @@ def _pool_cells(projector: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     spread = means.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)[..., :side, :side]
     pooled = spread.flatten(2).transpose(1, 2)  # [N, side * side, d]
     return (torch.cat([class_token, pooled], dim=1),)
+
+
+@overload
+def encode_visual(parts: ModelParts, visual: VisualInput) -> Tensor: ...
+
+
+@overload
+def encode_visual(parts: ModelParts, visual: None) -> None: ...
 
 
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:
@@ -145,7 +155,7 @@ def all_rows(
         chunks: the patches or units of the share's chunks, which are adjacent.
         source: makes their rows.
         widths: the width of every stream.
-        hosts: hosts that encode the same chunks, and cancel together.
+        hosts: hosts that encode the same chunks, and cancel together; None: nobody cancels.
         stop: see :func:`~apbv.prefilling.cancelling.require_going_on`; asked before each chunk.
 
     Raises:
@@ -159,10 +169,11 @@ def all_rows(
     ]
     no_rows = streams[0][:0]
     num_encoded = 0
-    error = None
+    error: Exception | None = None
     with closing(source(chunks)) as encoded:
         for chunk in chunks:
-            require_going_on(hosts, stop)
+            if hosts is not None:
+                require_going_on(hosts, stop)
             if error is not None:  # others encode the same chunks, and ask before each of them
                 continue
             try:

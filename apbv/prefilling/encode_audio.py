@@ -1,6 +1,6 @@
 """Encodes audio in parallel: each host runs the audio tower on its share of the windows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,7 +17,7 @@ from .encode import all_rows
 
 def audio_rows(
     parts: ModelParts, audio: AudioInput, timer: StageTimer | None, chunks: Sequence[range]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Run the model's audio tower on each chunk of units; yields ``[rows, d]``.
 
     Args:

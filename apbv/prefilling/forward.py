@@ -1,6 +1,6 @@
 """Sequence-parallel prefill: one forward pass of an unmodified language model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +14,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify
-from ..kv.placement import ShardedKV
+from ..kv.placement import PlacedKV, ShardedKV
 from ..model.attention import apbv_attention
 from ..model.linear_attention import LinearStates
 from ..model.parts import DecoderSizes, ModelParts, inspect_model
@@ -84,7 +84,8 @@ def prefill(
     hosts = hosts or HostGroup.from_env()
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
-    prunes = config.reduce is not None and not config.reduce.keeps_all
+    reduce = config.reduce
+    prunes = reduce is not None and not reduce.keeps_all
     reset_peak_memory(hosts.device)
 
     # Check.
@@ -106,8 +107,8 @@ def prefill(
             )
         _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
-        if prunes:
-            require_reducible(config.reduce, inputs)
+        if reduce is not None and prunes:
+            require_reducible(reduce, inputs)
         agreement.content("the prompt", inputs.input_ids.numpy().tobytes())
         agreement.settings("the prefill configuration", config.shared)
         agreement.settings("the model's configuration", parts.config_values)
@@ -117,7 +118,7 @@ def prefill(
         hosts.require_same_on_ranks(_WEIGHTS, parts.weights_sample)
 
     # Reduce.
-    encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
+    encoded = encoded or _tower(parts, inputs, timer)
     reduction = None
     if prunes:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
@@ -158,10 +159,11 @@ def prefill(
         )
 
     # Gather the KV on the decode host, or leave it sharded.
-    kv = ShardedKV(shards, hosts, states)
+    sharded = ShardedKV(shards, hosts, states)
+    kv: PlacedKV = sharded
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
-            kv = kv.gathered()
+            kv = sharded.gathered()
     timer.mark_prefilled()
 
     # Only once the time is taken: it is collective, and waits for the device.
@@ -181,6 +183,18 @@ def prefill(
         reduction=reduction,
         warning=method.warning(method.layout),
     )
+
+
+def _tower(parts: ModelParts, inputs: ModelInputs, timer: StageTimer) -> VisualRows:
+    """Return the vision tower as the source of a prompt's visual rows."""
+    if inputs.visual is None:
+        return _no_rows
+    return partial(tower_rows, parts, inputs.visual, timer)
+
+
+def _no_rows(chunks: Sequence[range]) -> Generator[Tensor, None, None]:
+    """Yield no rows, of a prompt that shows nothing."""
+    yield from ()
 
 
 def _require_place(parts: ModelParts, hosts: HostGroup) -> None:
@@ -295,6 +309,7 @@ def _forward(
     # Compute the logits where the last token is; None: on every host.
     last_token_host = layout.last_token_host
     if last_token_host in (None, hosts.rank):
+        assert hidden is not None  # it has tokens
         logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)

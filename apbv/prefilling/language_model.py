@@ -11,6 +11,7 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import NewTokenAttention
 from ..model.linear_attention import LinearStates
+from ..model.modules import decoder_layers
 from ..model.parts import ModelParts
 from ..versions import CACHE_ARGUMENT
 from .cancelling import Stop, asking_before_each, require_going_on
@@ -57,7 +58,7 @@ def run_language_model(
         empty = torch.empty(
             1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device
         )
-        for layer in cache.layers:
+        for layer in cache.shards:
             layer.hold(empty, empty)
         return None
     merged, extra = visual.merge_into(parts, inputs.input_ids[:, local])
@@ -117,7 +118,7 @@ def _run(
             return args
         return (embeds.pop(), *args[1:])
 
-    hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    hook = decoder_layers(decoder)[0].register_forward_pre_hook(hand_over, prepend=True)
     options |= {
         "position_ids": to_device(positions, parts.device),
         "use_cache": True,

@@ -17,7 +17,7 @@ from ..input.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify, own_heads
 from ..kv.facts import ModelIdentity
-from ..kv.placement import GatheredKV, ShardedKV
+from ..kv.placement import GatheredKV, PlacedKV, ShardedKV
 from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
 from ..layout import ContextLayout, plan_layout, split_evenly
 from ..model.linear_attention import LinearStates
@@ -106,6 +106,7 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
     prompt = saved.prompt()
     layout = _layout(manifest, hosts.size)
     states = LinearStates.of_named(prompt, hosts.device)
+    kv_here: PlacedKV
     if kv == "sharded":
         layers = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
         kv_here = ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts, states)

@@ -208,8 +208,9 @@ def _kv_before_last_linear(
     Where KV is sent layer by layer, the newest of these layers is on its way: its rows, and of the
     others what the decode host has gathered, with room for an answer.
     """
-    last = sizes.linear.layers[-1]
-    num_before = sum(1 for index in range(last) if index not in sizes.linear.layers)
+    assert sizes.linear is not None  # the model is a hybrid
+    linear_layers = sizes.linear.layers
+    num_before = len([n for n in range(linear_layers[-1]) if n not in linear_layers])
     if not sends_by_layer or num_before == 0:
         return num_before, num_before * staying_layer
     gathered_with_room = 0
@@ -367,7 +368,7 @@ class Room:
         """
         device = self.hosts.device
         certain = self.memory.certain
-        stage = max(certain, key=certain.get)
+        stage = max(certain, key=lambda name: certain[name])
         for _ in range(2):
             free = free_memory_bytes(device, swaps=True)
             rows = self.hosts.gather_floats([certain[stage], _STAGES.index(stage), free])
@@ -376,12 +377,12 @@ class Room:
                 return
             # Uncollected garbage counts as free.
             gc.collect()
-        needed, stage_number, free = rows[short[0]]
+        needed, stage_number, there = rows[short[0]]
         stage = _STAGES[int(stage_number)]
         raise NotEnoughMemoryError(
             f"a prompt of {self.num_tokens:,} tokens does not fit in memory: "
             f"{self.hosts.name_of(short[0])} needs at least {needed / 1e9:.2f} GB, for "
-            f"{_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; {_ADVICE[stage]}"
+            f"{_NEEDED_FOR[stage]}, but only {there / 1e9:.2f} GB are free; {_ADVICE[stage]}"
         )
 
     @contextmanager

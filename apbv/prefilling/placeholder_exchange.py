@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..device_copy import numbers_in, to_device
 from ..errors import HostError, RequestCancelled
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -30,7 +31,7 @@ from ..stats import StageTimer
 from .cancelling import Stop
 from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
-from .row_exchange import start_moving
+from .row_exchange import MovedRows, start_moving
 
 # Rounds by which a host with cheaper frames may run ahead of the slowest.
 _MOST_ROUNDS_UNDER_WAY = 4
@@ -87,10 +88,10 @@ def _write_rows(embeds: Tensor, rows: Tensor, mask: Tensor) -> None:
     embeds[0].index_copy_(0, to_device(places, embeds.device), rows)
 
 
-class ReadOnce(list):
+class ReadOnce(list[Tensor | None]):
     """List whose items are dropped once read, as by the layers that add them."""
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: Any) -> Any:  # as a list's, though it is never read in slices
         item = super().__getitem__(index)
         self[index] = None
         return item
@@ -225,8 +226,8 @@ class _Round:
     """
 
     places: Tensor
-    rows: Exchange
-    failures: Exchange
+    rows: Pending[list[MovedRows]]
+    failures: Pending[Tensor]
 
 
 class _Rounds:

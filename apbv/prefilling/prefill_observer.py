@@ -14,6 +14,7 @@ from ..device_copy import numbers_in, to_device
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.attention import LayerAttention
+from ..model.modules import decoder_layers
 from .methods import PrefillMethod
 
 
@@ -196,7 +197,9 @@ def observed_by(
                     hidden = args[0] if args else kwargs["hidden_states"]
                     observer.on_hidden(layer, hidden[0], question, owned)
 
-            hook = decoder.layers[layer].register_forward_pre_hook(observe, with_kwargs=True)
+            hook = decoder_layers(decoder)[layer].register_forward_pre_hook(
+                observe, with_kwargs=True
+            )
             hooks.callback(hook.remove)
         if has_question and observer.wants_attention:
             yield observed_attention

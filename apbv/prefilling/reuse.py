@@ -8,7 +8,7 @@ method; otherwise the cached KV depends on the first question's selection.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,7 @@ class ByteBoundedCache:
 
 def stored_rows(
     rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yield cached embeddings; see :data:`~apbv.prefilling.encode.VisualRows`.
 
     Args:
@@ -80,7 +80,7 @@ def stored_rows(
 
 def _storing(
     source: VisualRows, num_rows: int, store: Callable[[Tensor], None], chunks: Sequence[range]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yield another source's rows, and store them.
 
     Args:
@@ -187,6 +187,7 @@ def prefill_question(
             if logits is None:
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
             logits = hosts.broadcast(logits)
+        assert logits is not None  # where the KV is sharded every host has run it
     timer.mark_prefilled()
     return replace(
         before,

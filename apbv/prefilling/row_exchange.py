@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..device_copy import to_device
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 
 
 def move_rows(
@@ -51,7 +51,7 @@ def start_moving(
     tokens_of: Sequence[Tensor],
     tokens_for: Sequence[Tensor],
     hosts: HostGroup,
-) -> Exchange:
+) -> Pending[list[MovedRows]]:
     """Start sending every host the rows of the tokens that it needs.
 
     Collective, and without cost if all have them.
@@ -89,7 +89,7 @@ def start_moving(
         bool((owner_of_token[tokens] == host).all()) for host, tokens in enumerate(tokens_for)
     )
     if every_host_has_its_own:
-        return Exchange(lambda: [MovedRows(places_from[rank], local_rows)])
+        return Pending(lambda: [MovedRows(places_from[rank], local_rows)])
 
     # A host's own rows are not sent.
     outgoing[rank] = rows[:0]

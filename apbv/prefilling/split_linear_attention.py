@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..layout import ContextLayout
 from ..model.linear_attention import Convolution, LinearStates, Rule
 from ..model.parts import ModelParts
@@ -150,7 +150,7 @@ class SplitLinearAttention:
 
     def _start_exchange(
         self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor
-    ) -> Exchange | None:
+    ) -> Pending[Tensor] | None:
         """Send the maps of this host's blocks to all hosts.
 
         A map is ``[1, Hv, Dk, Dv + Dk]``: bias and transition. Both are final states: one with the
@@ -183,7 +183,8 @@ def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> N
     if hosts.size == 1:
         return
     sizes = parts.sizes.linear
-    for index, layer in enumerate(states.layers):
+    assert sizes is not None  # the model is a hybrid
+    for index, layer in enumerate(states.linear_layers):
         has_states = layer.has_previous_state[0]
         if has_states:
             inputs, state = states.tensors[index]
@@ -211,9 +212,11 @@ def _run(
     """
     for part in _parts(rows):
         q, k, v, g, beta = (states[:, part.start : part.stop] for states in inputs)
-        output, state = function(
+        output, final_state = function(
             q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
         )
+        assert final_state is not None  # it was asked for
+        state = final_state
         if out is not None:
             out[:, part.start : part.stop] = output
         del output  # before the next part is computed

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
 from ..device_copy import numbers_in, to_device
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -153,7 +153,7 @@ class DraftTask:
     sampling: SamplingParams
     vocab_size: int
     leave_last: bool = False
-    awaited: Exchange | None = None
+    awaited: Pending | None = None
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
@@ -240,7 +240,7 @@ class Successor(NamedTuple):
         build: builds the draft that replaces it.
     """
 
-    awaited: Exchange
+    awaited: Pending
     build: "Callable[[], Draft]"
 
 

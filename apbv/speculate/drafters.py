@@ -16,7 +16,7 @@ from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
 from ..device_copy import to_device
-from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
+from ..kv.cache import appending_in_place, keep_of_last, kv_layers
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from .tree import Tree
@@ -259,21 +259,10 @@ class ModelDrafter(Drafter):
     def prune_prompt(self, rows: Tensor) -> None:
         """Keep only these rows of the prompt's KV, ``[T]`` ascending; new tokens' KV stays."""
         length = self.cache.get_seq_length()
-        keys = self.layers[0].keys
-        assert keys is not None, "the cache has the prompt's KV"
-        num_heads = keys.shape[1]
+        num_heads = kv_layers(self.cache)[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         rows_of_heads = rows.expand(num_heads, -1)
         self._continue(select_kv(self.cache, [rows_of_heads] * len(self.cache.layers)))
-
-    @property
-    def layers(self) -> list[GrowingLayer]:
-        """The layers of the cache."""
-        layers = []
-        for layer in self.cache.layers:
-            assert isinstance(layer, GrowingLayer), "the cache appends in place"
-            layers.append(layer)
-        return layers
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""

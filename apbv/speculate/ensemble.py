@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualItem
+from ..kv.cache import kv_layers
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.encode import encode_pooled
@@ -233,19 +233,11 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
 
     stacked = DynamicCache()
     for index in range(len(caches[0].layers)):
-        layers = [cache.layers[index] for cache in caches]
-        kv = [_kv_of(layer) for layer in layers]
-        keys = torch.cat([pad(keys) for keys, _ in kv])
-        values = torch.cat([pad(values) for _, values in kv])
+        layers = [kv_layers(cache)[index] for cache in caches]
+        keys = torch.cat([pad(layer.keys) for layer in layers])
+        values = torch.cat([pad(layer.values) for layer in layers])
         stacked.update(keys, values, index)
     return stacked
-
-
-def _kv_of(layer: object) -> tuple[Tensor, Tensor]:
-    """Return the KV of a layer that has read a prompt."""
-    assert isinstance(layer, DynamicLayer), "a hybrid cannot be a draft"
-    assert layer.keys is not None and layer.values is not None, "it has read a prompt"
-    return layer.keys, layer.values
 
 
 class EnsembleDrafter(ModelDrafter):

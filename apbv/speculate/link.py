@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import SpeculativeConfig
 from ..errors import HostError, InvalidConfigError
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup, Pending
 from ..reporting import warn_caller
 from .drafters import Proposal
 
@@ -81,8 +81,8 @@ class Link:
         else:
             self._incoming = to_target
             self._outgoing = to_draft
-        self._sent: list[Exchange] = []
-        self._unread: deque[Exchange] = deque()  # messages of the last window
+        self._sent: list[Pending] = []
+        self._unread: deque[Pending] = deque()  # messages of the last window
         self._beginning: _Beginning | None = None  # of the current request
         self.most = 1
         self._usual_most = 1  # γ
@@ -134,7 +134,7 @@ class Link:
 
     def send(self, tensor: Tensor) -> None:
         """Start to send a tensor to the other end, for :meth:`receive`."""
-        self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
+        self._sent = [exchange for exchange in self._sent if not exchange.ready()]
         self._sent.append(self._outgoing.start_broadcast(tensor, self._rank))
 
     def wait_until_received(self) -> None:
@@ -184,7 +184,7 @@ class Link:
             message[: len(rows), 1:] = torch.stack([row.cpu() for row in rows])
         self.send(message)
 
-    def expect_verdict(self) -> Exchange:
+    def expect_verdict(self) -> Pending:
         """Start to receive a verdict.
 
         It is its code, the number of verified new tokens, and the token after them. Waiting for it
@@ -265,7 +265,7 @@ class Link:
         self.is_settled = code in (DONE, FAILED)
         self.owes_report = code == DONE
 
-    def _expect(self, tensor: Tensor) -> Exchange:
+    def _expect(self, tensor: Tensor) -> Pending:
         return self._incoming.start_broadcast(tensor, 1 - self._rank)
 
 
@@ -429,7 +429,7 @@ class Pair:
             that.
         """
         undecided = self.link if self._other_takes_part is None else None
-        if undecided is not None and not waits and not undecided.answer.has_ended():
+        if undecided is not None and not waits and not undecided.answer.ready():
             return False
         link = self.open_link()
         if link is not None and not self._has_sent_scores:

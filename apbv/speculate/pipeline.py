@@ -323,7 +323,7 @@ def draft_beside(
                         if len(window) == link.most:
                             break
                         # A verdict ends the window, unless it is to go on and windows are full.
-                        if verdict.has_ended():
+                        if verdict.ready():
                             if is_provisional or stops_with_target:
                                 break
                             if verdict.wait()[0] != GO_ON:

@@ -19,12 +19,14 @@ from torch.nn import functional
 
 from ..config import SpeculativeConfig
 from ..decode.answer import NO_TOKEN, Answer
-from ..decode.batch import Batch, Member, TokenReader
+from ..decode.batch import ArrivingTokens, Batch, Member
 from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
 from ..device_copy import fetch, to_device
 from ..errors import InvalidConfigError
+from ..kv.cache import growing_layers
 from ..model.parts import ModelParts
+from ..pending import Pending
 from .draft import Draft
 from .drafters import ModelDrafter
 from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats
@@ -64,18 +66,6 @@ class DraftingMember(Member):
         self.model_draft: ModelDraft | None = None
         self.acceptance = Acceptance()
         self.stats = SpeculationStats()
-
-    @property
-    def own_answer(self) -> Answer:
-        """The answer, which takes part in a round: it has not ended."""
-        assert self.answer is not None, "ended answers leave the batch"
-        return self.answer
-
-    @property
-    def own_kv(self) -> OwnKV:
-        """The answer's KV, which takes part in a round: the prefill is done."""
-        assert self.kv is not None, "the answer's KV was taken in"
-        return self.kv
 
     @property
     def drafting_model(self) -> "ModelDraft":
@@ -258,7 +248,7 @@ class SpeculativeBatch(Batch):
             if not isinstance(drafter, ModelDrafter):
                 continue
             try:
-                kv = self._own(drafter.layers, drafter.position)
+                kv = self._own(growing_layers(drafter.cache), drafter.position)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.drop_draft(str(error))
             else:
@@ -279,7 +269,7 @@ class SpeculativeBatch(Batch):
             return None
         return dict(zip(drafting, windows, strict=True))
 
-    def _advance(self) -> tuple[list[Member], TokenReader]:
+    def _advance(self) -> tuple[list[Member], ArrivingTokens]:
         if self._queued is not None:
             return super()._advance()
         self._roll_back()
@@ -298,8 +288,8 @@ class SpeculativeBatch(Batch):
                 draft_kv = member.model_draft.kv
                 draft_kv.num_run = min(draft_kv.num_run, member.kv.num_run)
 
-    def _round(self, windows: Windows) -> tuple[list[Member], TokenReader]:
-        """Queue a round; return its sequences, and a function that waits for their tokens."""
+    def _round(self, windows: Windows) -> tuple[list[Member], ArrivingTokens]:
+        """Queue a round; return its sequences, and their tokens."""
         began = time.perf_counter()
         device = self._parts.device
 
@@ -309,13 +299,13 @@ class SpeculativeBatch(Batch):
         for member in self._drafting_members:
             if not member.goes_on:
                 continue
-            window = min(windows.get(member, 0), member.own_answer.num_left - 1)
+            window = min(windows.get(member, 0), member.answer.num_left - 1)
             if self._has_room(member, 1 + window):
                 members.append(member)
                 if window:
                     to_draft[member] = window
         if not members:
-            return [], list
+            return [], Pending(list)
 
         # Draft.
         drafted_of = self._draft(to_draft)
@@ -327,23 +317,22 @@ class SpeculativeBatch(Batch):
         for last_token, of_member in zip(last_tokens.split(1), drafted, strict=True):
             ids += [last_token, of_member.tokens]
         counts = [1 + len(of_member.tokens) for of_member in drafted]
-        logits = self._runner.run(torch.cat(ids), [member.own_kv for member in members], counts)
+        logits = self._runner.run(torch.cat(ids), [member.running_kv for member in members], counts)
         decisions = [
-            _decide(member.own_answer, of_member, rows)
+            _decide(member.answer, of_member, rows)
             for member, of_member, rows in zip(members, drafted, logits.split(counts), strict=True)
         ]
-        read = fetch(RoundResult.pack(decisions, drafted))
 
-        def read_tokens() -> list[list[int]]:
+        def take_results(packed: list) -> list[list[int]]:
             windows = [count - 1 for count in counts]
-            results = RoundResult.unpack(read(), windows)
+            results = RoundResult.unpack(packed, windows)
             seconds = time.perf_counter() - began
             self._pace(len(members)).learn(sum(windows), 0.0, seconds)
             for member, result in zip(members, results, strict=True):
                 self._learn(member, result)
             return [result.new_tokens for result in results]
 
-        return [*members], read_tokens
+        return [*members], fetch(RoundResult.pack(decisions, drafted)).then(take_results)
 
     def _learn(self, member: DraftingMember, result: RoundResult) -> None:
         """Count a round of one answer."""
@@ -378,7 +367,7 @@ class SpeculativeBatch(Batch):
             if draft.runs(self._parts):
                 # The target drafts itself: it has the KV of the tokens so far.
                 kv.num_run = by_model.num_copied
-                kv.copy_newest(member.own_kv, num_known - kv.num_run)
+                kv.copy_newest(member.running_kv, num_known - kv.num_run)
                 by_model.num_copied = num_known
             runner = self._runner_of(by_model.drafter.parts)
             windows_by_runner.setdefault(runner, {})[member] = window
@@ -442,7 +431,7 @@ def _draft_levels(
         else:
             previous = levels[-1].choice.tokens
             logits = runner.run(previous[: len(drafting)], kvs[: len(drafting)])
-        answers = [member.own_answer for member in drafting]
+        answers = [member.answer for member in drafting]
         logits = _penalised(logits[:, :vocab_size], answers, levels)
         samplings = [answer.sampling for answer in answers]
         indices = [answer.next_index + depth for answer in answers]

@@ -166,7 +166,7 @@ def verify_tree(
     """
     # For all nodes at once: otherwise every node of the path would need a GPU synchronization.
     choice, _ = choose_each(logits, [config] * len(tree), [index + depth for depth in tree.depths])
-    chosen, are_finite = choice.fetch()()
+    chosen, are_finite = choice.fetch().wait()
     path = [0]
     while True:
         node = path[-1]

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from apbv.errors import HostError, InvalidRequestError, describe_error
 from apbv.hosts.devices import record_event
-from apbv.hosts.exchange import Exchange
 from apbv.hosts.failure_watch import FailureWatch
 from apbv.hosts.group import HostGroup
+from apbv.pending import Pending
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class SimulatedHost(HostGroup):
 
         self._later(count)
 
-    def all_gather(self, tensor: Tensor) -> Exchange:
+    def all_gather(self, tensor: Tensor) -> Pending:
         tensor = tensor.contiguous()
         self.bytes_received += (self.size - 1) * tensor.nbytes
 
@@ -309,7 +309,7 @@ class SimulatedHost(HostGroup):
 
         return self._exchange(tensor, timing, torch.stack, tensor.is_cuda)
 
-    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
         counts = [math.prod(shape) for shape in shapes]
         self.bytes_received += (sum(counts) - counts[self.rank]) * tensors[0].element_size()
 
@@ -347,7 +347,7 @@ class SimulatedHost(HostGroup):
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         return self._exchange(data, self._control_timing, _of_leader).wait()
 
-    def start_gathering(self, tensor: Tensor) -> Exchange:
+    def start_gathering(self, tensor: Tensor) -> Pending:
         return self._exchange(tensor, self._control_timing, torch.stack)
 
     def _control_timing(self, payloads: list) -> tuple[Iterable[int], float]:
@@ -360,7 +360,7 @@ class SimulatedHost(HostGroup):
         timing: Callable[[list[Any]], tuple[Iterable[int], float]],
         result: Callable[[list[Any]], Any],
         on_gpu: bool = False,
-    ) -> Exchange:
+    ) -> Pending:
         """Take part in the next exchange.
 
         Args:
@@ -439,7 +439,7 @@ class SimulatedHost(HostGroup):
                 self._later(receive)
                 return result([posts[host] for host in range(self.size)])
 
-        return Exchange(finish)
+        return Pending(finish)
 
     def subgroup(self, members: Sequence[int], timeout: float | None = None) -> HostGroup | None:
         raise ValueError("simulated hosts work together, all of them: there are no groups of some")

@@ -14,7 +14,7 @@ import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
-from apbv.hosts import Exchange
+from apbv.hosts import Pending
 from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
 
@@ -49,19 +49,19 @@ class Echo:
     def _begun(self, name: str, nbytes: int, result: Callable):
         if nbytes:
             self._gpu.note("collective", name, nbytes)
-        return Exchange(result)
+        return Pending(result)
 
-    def all_gather(self, tensor: Tensor) -> Exchange:
+    def all_gather(self, tensor: Tensor) -> Pending:
         gathered = tensor.new_empty(self._size, *tensor.shape)
         if not tensor.is_cuda:
-            return Exchange(lambda: gathered.copy_(tensor.expand_as(gathered)))
+            return Pending(lambda: gathered.copy_(tensor.expand_as(gathered)))
         return self._begun("all_gather", gathered.nbytes, lambda: gathered)
 
-    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
         received = [tensors[0].new_empty(*shape) for shape in shapes]
         return self._begun("all_to_all", sum(x.nbytes for x in received), lambda: received)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Exchange:
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
         return self._begun("broadcast", tensor.nbytes if tensor.is_cuda else 0, lambda: tensor)
 
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, VideoConfig, demo, prefill
 from apbv.errors import RequestCancelled
-from apbv.hosts import Exchange
+from apbv.hosts import Pending
 from apbv.kv.cache import ShardedCache
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
@@ -199,7 +199,7 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
                     exchange.wait()
                 return received
 
-            return Exchange(finish)
+            return Pending(finish)
 
         return started
 

@@ -4,7 +4,7 @@ its result."""
 import torch
 
 from apbv import HostGroup, PrefillConfig
-from apbv.hosts import Exchange
+from apbv.hosts import Pending
 from apbv.prefilling.methods import METHODS
 
 ANCHOR = 8
@@ -32,7 +32,7 @@ def recording(hosts: HostGroup, events: list) -> None:
             events.append(("wait", number))
             return exchange.wait()
 
-        return Exchange(finish, exchange.has_ended)
+        return Pending(finish, exchange.ready)
 
     hosts.all_gather = all_gather
 

@@ -256,7 +256,7 @@ def prefill_job(
         layers[layer].register_forward_pre_hook(stand_still)
         # The draft has read the request, too, before the target begins.
         layers[0].register_forward_pre_hook(
-            lambda *args: wait_for(engine._decode_loop._pair.link.answer.has_ended)
+            lambda *args: wait_for(engine._decode_loop._pair.link.answer.ready)
         )
 
     def noted(self, *args) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
-from apbv.hosts import Exchange
+from apbv.hosts import Pending
 from apbv.speculate import pipeline
 from apbv.speculate.draft import Draft
 from apbv.speculate.link import DONE, GO_ON, Link, Pair
@@ -217,12 +217,12 @@ class LocalChannel:
         self._received: dict[int, Tensor] = {}
         self._num_requested = self._num_received = 0
 
-    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+    def start_broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message
         sent."""
         if self.rank == source:
             self._messages.put(tensor.clone())
-            return Exchange(lambda: tensor)
+            return Pending(lambda: tensor)
         number = self._num_requested
         self._num_requested = self._num_requested + 1
 
@@ -232,7 +232,7 @@ class LocalChannel:
             self.bytes_received += tensor.nbytes
             return self._received.pop(number)
 
-        return Exchange(finish, lambda: self._fetch(number, 0.0))
+        return Pending(finish, lambda: self._fetch(number, 0.0))
 
     def _fetch(self, number: int, timeout: float) -> bool:
         """Return whether this message has arrived, or arrives in time."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
+from typing import Any
 
 import av
 import numpy as np
@@ -147,11 +148,12 @@ class VideoFile(AbstractContextManager):
     def open(self) -> None:
         """Open the file at its start, with a fresh decoder."""
         self._container = open_media(self.path, VideoError)
-        self.stream = best_stream(self._container, "video")
-        if self.stream is None:
+        stream = best_stream(self._container, "video")
+        if stream is None:
             self._container.close()
             raise self.error("has no video stream that can be decoded")
-        codec = self.stream.codec_context
+        self.stream = stream
+        codec = stream.codec_context
         # With several threads the h264 decoder does not always report damage that it conceals.
         codec.thread_count = 1
         # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit.
@@ -230,7 +232,7 @@ class VideoFile(AbstractContextManager):
         is_vp8 = self.stream.codec_context.name == "vp8"
 
         # Read them.
-        rows = []
+        rows: list[tuple[int, int, bool, bool, int]] = []
         for packet in container.demux(self.stream):
             if check is not None:
                 check(len(rows))
@@ -315,7 +317,7 @@ class VideoFile(AbstractContextManager):
         key_time = int(key[0])
         # Wanted frames whose packets the decoder has not got, by their times.
         num_unfed = dict(num_wanted)
-        num_yielded = Counter()  # frames, by their times
+        num_yielded: Counter[int] = Counter()  # frames, by their times
         is_needed = True
         has_begun = False
         for packet in chain(self._packets_from(key), (None,)):  # None: the file has ended
@@ -648,11 +650,13 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
     Raises:
         VideoError: it is rotated by another angle.
     """
-    if SideDataType.DISPLAYMATRIX not in frame.side_data:
+    # PyAV's stub takes it for a dictionary with one known key.
+    side_data: Any = frame.side_data
+    if SideDataType.DISPLAYMATRIX not in side_data:
         return False, False, False
     # The matrix is row major, [[a, b, u], [c, d, v], [x, y, w]]: a pixel at (x, y) is displayed at
     # (a x + c y, b x + d y).
-    matrix = bytes(frame.side_data[SideDataType.DISPLAYMATRIX])
+    matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])
     a, b, _, c, d = struct.unpack_from("=5i", matrix)
     if a and d and not b and not c:
         return False, d < 0, a < 0

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import av
@@ -153,7 +153,7 @@ def iter_frames(
     chunk_len: int,
     threads: int = 0,
     at_work: AtWork = nullcontext,
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray, None, None]:
     """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed.
 
     Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding
@@ -255,6 +255,7 @@ def _frames_from_keys(
         num_wanted = dict(zip(times.tolist(), counts.tolist(), strict=True))
         try:
             for number_in_time, frame in file.frames_from(info.keys[key], num_wanted, check):
+                assert frame.pts is not None  # it is one of the wanted times
                 index = int(np.searchsorted(info.pts, frame.pts)) + number_in_time
                 if index > remaining[0]:
                     raise NotWholeError(
@@ -374,7 +375,7 @@ class _Chunks:
 
 def _decoded(
     info: VideoInfo, frames: list[int], chunk_len: int, threads: int, at_work: AtWork
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray, None, None]:
     """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
     runs = plan_runs(info, frames)
     remaining_runs = iter(runs)  # every thread takes the next

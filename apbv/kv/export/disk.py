@@ -14,8 +14,8 @@ def save(prefilled: PrefilledKV, path: str | Path) -> None:
     """Write the KV to a directory; collective; see :meth:`apbv.PrefillResult.save`."""
     path = Path(path)
     hosts = prefilled.kv.hosts
-    generation = secrets.token_hex(8).encode() if hosts.is_leader else b""
-    generation = hosts.broadcast_bytes(generation).decode()
+    chosen = secrets.token_hex(8).encode() if hosts.is_leader else b""
+    generation = hosts.broadcast_bytes(chosen).decode()
     writer = Writer(path, generation)
     try:
         # Every process writes what it holds.

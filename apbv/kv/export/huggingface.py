@@ -10,7 +10,7 @@ from ...device_copy import to_device
 from ...errors import InvalidRequestError
 from ...refusals import refuse
 from ...versions import CACHE_ARGUMENT
-from ..cache import first_tokens
+from ..cache import first_tokens, kv_layers
 from .prefilled import PrefilledKV, hybrid_name
 
 
@@ -68,7 +68,7 @@ def generate_inputs(prefilled: PrefilledKV) -> dict[str, Any]:
     cache = to_dynamic_cache(prefilled, host=0)
     if cache is None:
         return {}
-    device = cache.layers[0].keys.device
+    device = kv_layers(cache)[0].keys.device
     num_tokens = prefilled.layout.num_tokens
     input_ids = to_device(prefilled.inputs.input_ids, device)
     position_ids = to_device(prefilled.inputs.position_ids, device)

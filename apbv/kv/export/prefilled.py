@@ -1,6 +1,6 @@
 """What exports read of a prefill's result, and how they describe it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from ...input.model_inputs import ModelInputs
 from ...layout import ContextLayout, split_evenly
 from ...model.digest import config_digest
 from ...model.parts import ModelParts
+from ..cache import KVLayer, kv_layers
 from ..facts import KVFacts, ModelIdentity, digest_of_positions, digest_of_tokens
 from ..placement import PlacedKV
 
@@ -26,24 +27,37 @@ class PrunedTokens(Protocol):
         kept: the indices of those that stayed, int64.
     """
 
-    method: str
-    ratio: float
-    num_before: int
-    kept: Tensor
+    @property
+    def method(self) -> str: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def num_before(self) -> int: ...
+    @property
+    def kept(self) -> Tensor: ...
 
 
 class PrefilledKV(Protocol):
     """The part of :class:`apbv.PrefillResult` that exports read; see its attributes."""
 
-    logits: Tensor
-    layout: ContextLayout
-    method: str
-    exact: bool
-    inputs: ModelInputs
-    kv: PlacedKV
-    model: Callable[[], ModelIdentity]
-    reduction: PrunedTokens | None
-    density: float | None
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def layout(self) -> ContextLayout: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def inputs(self) -> ModelInputs: ...
+    @property
+    def kv(self) -> PlacedKV: ...
+    @property
+    def model(self) -> Callable[[], ModelIdentity]: ...
+    @property
+    def reduction(self) -> PrunedTokens | None: ...
+    @property
+    def density(self) -> float | None: ...
 
 
 def identify(parts: ModelParts) -> ModelIdentity:
@@ -60,7 +74,7 @@ def identify(parts: ModelParts) -> ModelIdentity:
 
 def facts_of(prefilled: PrefilledKV) -> KVFacts:
     """Describe the KV, on the leader."""
-    layers = prefilled.kv.cache.layers
+    layers = _layers(prefilled)
     return KVFacts(
         **asdict(prefilled.model()),
         num_tokens=prefilled.layout.num_tokens,
@@ -76,6 +90,13 @@ def facts_of(prefilled: PrefilledKV) -> KVFacts:
     )
 
 
+def _layers(prefilled: PrefilledKV) -> Sequence[KVLayer]:
+    """Return the layers of KV of a process that holds some."""
+    cache = prefilled.kv.cache
+    assert cache is not None  # it holds some
+    return kv_layers(cache)
+
+
 def positions_of(prefilled: PrefilledKV) -> torch.Tensor:
     """Return the rotary positions to compare: ``[3, n]`` for M-RoPE models, else ``[n]``."""
     position_ids = prefilled.inputs.position_ids
@@ -85,7 +106,7 @@ def positions_of(prefilled: PrefilledKV) -> torch.Tensor:
 def local_heads(prefilled: PrefilledKV) -> range:
     """Return this process's KV heads."""
     hosts = prefilled.kv.hosts
-    num_local_heads = prefilled.kv.cache.layers[0].keys.shape[1]
+    num_local_heads = _layers(prefilled)[0].keys.shape[1]
     return own_heads(num_local_heads * hosts.tensor_parallel_size, hosts)
 
 

@@ -9,19 +9,19 @@ from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
 
 # Methods by which host 0 alone computes the blocks that the selection of this name chooses.
-_SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
-METHODS: dict[str, type[PrefillMethod]] = {
-    method.name: method
-    for method in (
-        FullMethod,
-        *_SPARSE_METHODS,
-        ZigzagRingMethod,
-        UlyssesMethod,
-        StarMethod,
-        ApbMethod,
-        ApbvMethod,
-    )
-}
+_SPARSE_METHODS: list[type[PrefillMethod]] = [
+    type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES
+]
+_METHODS: list[type[PrefillMethod]] = [
+    FullMethod,
+    *_SPARSE_METHODS,
+    ZigzagRingMethod,
+    UlyssesMethod,
+    StarMethod,
+    ApbMethod,
+    ApbvMethod,
+]
+METHODS: dict[str, type[PrefillMethod]] = {method.name: method for method in _METHODS}
 
 
 def method_alone(config: PrefillConfig) -> type[PrefillMethod]:

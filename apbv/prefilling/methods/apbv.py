@@ -5,13 +5,12 @@ holds [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``ancho
 copy of prefix, question and start of the context, as in APB, which is dropped after the prefill.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ...config import PrefillConfig
-from ...hosts import Exchange
+from ...hosts import Pending
 from ...kernels import select_topk
 from ...kernels.segments import Segment
 from ...kernels.torch_attention import empty_output
@@ -111,7 +110,7 @@ class ApbvMethod(PrefillMethod):
         # (Figure 5).
         seen: dict[int, PartialAttention] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
-        finish_query = self._start_query(states, seen, _rows(out, self._query))
+        query_out = self._start_query(states, seen, _rows(out, self._query))
         if self.blocks is None:
             self._attend_densely(states, sent, out)
         else:
@@ -120,10 +119,10 @@ class ApbvMethod(PrefillMethod):
         for exchange in sent:
             if exchange is not None:
                 exchange.wait()
-        finish_query()
+        query_out.wait()
         return out
 
-    def _attend_densely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_densely(self, states: LayerQKV, sent: list[Pending | None], out: Tensor) -> None:
         """Attend from the anchor to itself, and from every block to all that it sees.
 
         A block sees the anchor, the passing block and itself.
@@ -145,7 +144,7 @@ class ApbvMethod(PrefillMethod):
                 out=_rows(out, rows),
             )
 
-    def _attend_sparsely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_sparsely(self, states: LayerQKV, sent: list[Pending | None], out: Tensor) -> None:
         """Attend densely to anchor and passing blocks, and block-sparsely within each block."""
         self.attend(
             _rows(states.q, self._anchor),
@@ -169,7 +168,7 @@ class ApbvMethod(PrefillMethod):
             self.merge([within_block, before_block], _rows(out, rows))
 
     def _attend_first(
-        self, block: int, states: LayerQKV, sent: list[Exchange | None], out: Tensor
+        self, block: int, states: LayerQKV, sent: list[Pending | None], out: Tensor
     ) -> None:
         """Attend from the anchor and this host's first block, whose rows are adjacent.
 
@@ -205,7 +204,7 @@ class ApbvMethod(PrefillMethod):
 
     def _start_passing(
         self, block: int, states: LayerQKV, seen: dict[int, PartialAttention]
-    ) -> Exchange | None:
+    ) -> Pending | None:
         """Start to send this block's l_p most important KV pairs to all hosts.
 
         Args:
@@ -275,7 +274,7 @@ class ApbvMethod(PrefillMethod):
             backend=self.config.backend,
         )
 
-    def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
+    def _passing_segments(self, block: int, sent: list[Pending | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
         segments = []
         for senders, exchange in zip(self._senders, sent, strict=True):
@@ -294,7 +293,7 @@ class ApbvMethod(PrefillMethod):
 
     def _start_query(
         self, states: LayerQKV, seen: dict[int, PartialAttention], out: Tensor
-    ) -> Callable[[], object]:
+    ) -> Pending[Tensor]:
         """Start the query's attention to this host's tokens, merged over hosts.
 
         These are Eq. 5 and Appendix B.2.
@@ -304,7 +303,7 @@ class ApbvMethod(PrefillMethod):
             out: ``[1, Hq, n_q, D]``.
 
         Returns:
-            A function that completes ``out``.
+            The completed ``out``.
         """
         q_query = _rows(states.q, self._query)
         scale = states.scale
@@ -312,7 +311,7 @@ class ApbvMethod(PrefillMethod):
             # Here the query only ranks KV pairs; it sees the whole context in a later forward pass.
             segments = [states.pair(rows) for rows in (self._anchor, self._query)]
             self.attend(q_query, segments, scale, causal_last=True, out=out)
-            return lambda: out
+            return Pending(lambda: out)
         # The rows to which ranking has not attended: a slice of the anchor, other blocks, and on
         # the host that owns it the query itself.
         owns_query = self.hosts.rank == 0
@@ -325,8 +324,7 @@ class ApbvMethod(PrefillMethod):
         segments = [states.pair(rows) for rows in unseen]
         rest = self.attend(q_query, segments, scale, causal_last=owns_query)
         partials = [*seen.values(), rest]
-        finish = gather_and_merge(partials, self.hosts, self.config.backend, out=out)
+        merged = gather_and_merge(partials, self.hosts, self.config.backend, out=out)
         if not self.config.overlap:
-            finish()
-            return lambda: out
-        return finish
+            merged.wait()
+        return merged

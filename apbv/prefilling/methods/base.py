@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class PrefillMethod(ABC):
     zigzag: ClassVar[bool] = False
     has_passing: ClassVar[bool] = False
     separate_query: bool = False
-    settings: ClassVar[dict[str, bool]] = {}
+    settings: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class PrefillMethod(ABC):
         self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
-        is_dense = sparse is None or sparse.computes_all
-        self.blocks = None if is_dense else BlockAttention(sparse, config.backend)
+        self.blocks: BlockAttention | None = None
+        if sparse is not None and not sparse.computes_all:
+            self.blocks = BlockAttention(sparse, config.backend)
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027  (most methods need none)
@@ -101,7 +102,8 @@ class PrefillMethod(ABC):
         """Attend causally within a run of tokens, to all of it or to the chosen blocks."""
         if self.blocks is None:
             return self.attend(q, [own], scale, causal_last=True)
-        return self.blocks(q, *own, scale)
+        k, v = own
+        return self.blocks(q, k, v, scale)
 
     def merge(self, partials: Sequence[PartialAttention], out: Tensor) -> PartialAttention:
         """Call :func:`apbv.kernels.merge_states` with the configured backend."""

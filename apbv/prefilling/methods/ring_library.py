@@ -40,7 +40,7 @@ def usable_ring(
     """
     # Import it on every host.
     ring = None
-    obstacle = _MISSING
+    obstacle: str | None = _MISSING
     if find_spec("ring_flash_attn") is not None:
         try:
             ring = import_module("ring_flash_attn").zigzag_ring_flash_attn_func
@@ -53,6 +53,7 @@ def usable_ring(
 
     # Try it if every host could import it.
     if not any(obstacles):
+        assert ring is not None  # every host could import it
         mistake = why_wrong(ring, hosts, device, dtype, head_dim, groups)
         obstacles = hosts.gather_json(mistake)
     for process, reason in enumerate(obstacles):

@@ -182,11 +182,12 @@ def frame_shape(parts: ModelParts, inputs: ModelInputs, patch: int = 0) -> tuple
     Args:
         patch: the frame's number among the prompt's temporal patches.
     """
-    visual = inputs.visual
+    visual = inputs.require_visual()
     rows = visual.frames[patch]
     item = visual.items[visual.item_of(patch)]
     if item.kept is not None:
-        return item.kept.shape[1:]
+        _, rows_kept, columns_kept = item.kept.shape
+        return rows_kept, columns_kept
     if not parts.uses_mrope:
         side = round(len(rows) ** 0.5)
         return side, len(rows) // side
@@ -203,7 +204,7 @@ def shared_video(
     Args:
         rows: ``[rows of this host's share, (1 + L) * d]`` of the whole prompt.
     """
-    visual = inputs.visual
+    visual = inputs.require_visual()
     patches = video.patches
 
     def within(patch: int) -> int:

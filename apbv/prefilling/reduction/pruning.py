@@ -108,7 +108,8 @@ def reduce_prompt(
         HostError: another host failed.
     """
     settings = config.reduce
-    visual = inputs.visual
+    assert settings is not None  # the config has a reduction
+    visual = inputs.require_visual()
 
     # Check the memory.
     embedding_bytes = len(visual.pieces[visual.host]) * parts.row_width * parts.dtype.itemsize
@@ -153,7 +154,7 @@ def reduce_prompt(
         num_after=len(kept),
         kept=kept,
     )
-    return shorter, partial(stored_rows, values, shorter.visual, parts.device), reduction
+    return shorter, partial(stored_rows, values, shorter.require_visual(), parts.device), reduction
 
 
 def choose_rows(
@@ -180,7 +181,7 @@ def choose_rows(
         temporal patches whose kept rows it has; and the kept rows of this host's patches,
         ``[k, (1 + L) * d]``.
     """
-    visual = inputs.visual
+    visual = inputs.require_visual()
     videos = videos_of(parts, inputs)
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
 
@@ -261,7 +262,7 @@ def _with_rows(
     chunk_bytes: int,
 ) -> ModelInputs:
     """Return the prompt with the kept visual tokens only; tokens stay at their positions."""
-    visual = inputs.visual
+    visual = inputs.require_visual()
     stays = ~parts.is_visual(inputs.input_ids[0])
     stays[~stays] = is_kept
     row_starts = tuple(_starts(visual, is_kept).tolist())

@@ -57,7 +57,7 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
     if fast < slow:
         num_slow = min(num_frames, (count - num_frames * fast) // (slow - fast))
 
-    poolings = {}
+    poolings: dict[int, tuple[Callable[..., Tensor], tuple[int, int]]] = {}
     for frame in range(num_frames):
         poolings[frame] = (functional.avg_pool2d, (side, side))
     for frame in spaced_frames(num_frames, num_slow):
