@@ -146,7 +146,7 @@ def test_a_video_that_only_the_second_host_finds_damaged(server, media):
         with pytest.raises(openai.BadRequestError) as caught:
             server.ask([part("video", url), text("x")], extra_body={"num_frames": 64})
         assert (
-            "half.mp4: cannot be decoded" in caught.value.message
+            "cannot be decoded" in caught.value.message
             and caught.value.param == "messages"
         )
         assert str(media) not in caught.value.message and "apbv-" not in caught.value.message
