@@ -42,7 +42,7 @@ class PolledGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str):
         # torch's stub declares only the constructor with a store, which a subclass does not need.
-        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = GroupName(name)
         self.wait_for: Callable[[dist.Work], object] = lambda work: work.wait()
         self._gloo = dist.ProcessGroup(store, rank, size)

@@ -170,7 +170,7 @@ def gather_and_merge(
             filled; None: a new tensor in the dtype of the first partial result.
 
     Returns:
-        The merged out.
+        The merged out, which arrives with all hosts' results.
     """
     first, first_lse = states[0]
     if hosts.size == 1 and len(states) == 1 and out is None:

@@ -303,7 +303,7 @@ class ApbvMethod(PrefillMethod):
             out: ``[1, Hq, n_q, D]``.
 
         Returns:
-            The completed ``out``.
+            The completed part of ``out``, which arrives with all hosts' results.
         """
         q_query = _rows(states.q, self._query)
         scale = states.scale
