@@ -51,6 +51,7 @@ from .refusals import refuse
 from .reporting import warn_caller, warn_renamed
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
+from .speculate.speculative_batch import join_batch
 from .speculate.strategies import draft_batching_obstacle
 from .stats import StageTimer, provenance
 
@@ -196,7 +197,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | None,
         processor,
         hosts: HostGroup,
         prefill: PrefillConfig | None = None,
@@ -216,7 +217,7 @@ class Engine:
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
-            watching_draft=speculate.strategy if drafting.observes_prefill(models) else None,
+            watching_draft=drafting.strategy if drafting.observes_prefill(models) else None,
         )
         runs_as = resolve_method(config, hosts.size).name
         was_asked_for = config.method != PrefillConfig.method
@@ -736,8 +737,9 @@ class Engine:
         member = None
         with self.hosts.local_stage("joining the batch"):
             if self.hosts.rank == request.decode_host:
+                assert batch is not None, "decode hosts have a batch"
                 answer = begin_answer(self.parts, begun.state, begun.read.request)
-                member = batch.join(answer, begun.draft)
+                member = join_batch(batch, answer, begun.draft)
         decode_stage = ExitStack()
         decode_stage.enter_context(request.timer.stage("decode"))
         return _RunningAnswer(begun, member, decode_stage)
@@ -790,7 +792,8 @@ class Engine:
         with self.hosts.collective_stage("decode"):
             while running and not ended:
                 for _ in range(_STEPS_PER_ROUND):
-                    if members and not any(member.has_ended for member in members.values()):
+                    has_ended = any(member.has_ended for member in members.values())
+                    if batch is not None and members and not has_ended:
                         batch.step_or_drop()
                 ended_here = []
                 for number, member in members.items():
@@ -864,7 +867,7 @@ class Engine:
         reason = finish_reason(tokens, sampling, self.parts.eos_token_ids)
         timed = request.timer.summary(len(tokens))
         if state is None:
-            figures = {"token_ids": tokens, "text": text, **answered.figures, **timed}
+            figures = {"token_ids": tokens, "text": text, **(answered.figures or {}), **timed}
         else:
             hosts = state.kv.hosts
             figures = {

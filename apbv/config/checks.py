@@ -1,7 +1,7 @@
 """Config fields with their constraints, from which the command line builds its options."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from ..errors import ApbvError, InvalidConfigError, InvalidRequestError
@@ -25,11 +25,13 @@ class Checked:
         cls._error = error
 
     def __post_init__(self):
+        assert is_dataclass(self), "configs are dataclasses"
         for each in fields(self):
             value = getattr(self, each.name)
             may_be = each.metadata.get("may_be")
-            may_be_none = may_be is None or (value is None and each.default is None)
-            if not (may_be_none or may_be(value)):
+            if may_be is None or (value is None and each.default is None):
+                continue
+            if not may_be(value):
                 raise self._error(
                     f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}"
                 )
@@ -122,6 +124,11 @@ def number(says: str, may_be: Callable[[float], bool], default: float | None, **
 def instance_of(*kinds: type, says: str | None = None, default: Any = None):
     """Make a field with an object of one of these classes."""
     return setting(default, says or f"be a {kinds[0].__name__}", Allowed(kinds))
+
+
+def function():
+    """Make a field with a function, or None."""
+    return setting(None, "be a function", callable)
 
 
 def require_type(kind: type, **given: Any) -> None:

@@ -119,9 +119,10 @@ class Question(Checked, error=InvalidRequestError):
             else:
                 files = [value]
             object.__setattr__(self, name, files)
-        if "demo" in self.video and not Path("demo").exists():
+        files_of_videos = self.files("video")
+        if "demo" in files_of_videos and not Path("demo").exists():
             videos = []
-            for video in self.video:
+            for video in files_of_videos:
                 videos.append(demo.video_path() if video == "demo" else video)
             object.__setattr__(self, "video", videos)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import SamplingParams
-from ..config.checks import Checked, instance_of, one_of
+from ..config.checks import Checked, function, one_of
 from ..errors import InvalidRequestError
 from ..grammar import Grammar
 from ..stats import StageTimer
@@ -29,12 +29,10 @@ class Callbacks(Checked, error=InvalidRequestError):
         InvalidRequestError: one is not a function.
     """
 
-    on_token: Callable[[int], None] | None = instance_of(Callable, says="be a function")
-    on_stage: Callable[[str], None] | None = instance_of(Callable, says="be a function")
-    on_progress: Callable[[str, int, int], None] | None = instance_of(
-        Callable, says="be a function"
-    )
-    stop: Callable[[Sequence[int]], bool] | None = instance_of(Callable, says="be a function")
+    on_token: Callable[[int], None] | None = function()
+    on_stage: Callable[[str], None] | None = function()
+    on_progress: Callable[[str, int, int], None] | None = function()
+    stop: Callable[[Sequence[int]], bool] | None = function()
 
 
 @dataclass(frozen=True)

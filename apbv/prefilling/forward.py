@@ -148,7 +148,15 @@ def prefill(
     # Encode.
     with room.explained("encoding"):
         visual = encode_and_exchange(
-            parts, inputs, encoded, method.layout, hosts, timer, config.video.chunk_bytes, stop
+            parts,
+            inputs,
+            encoded,
+            method.layout,
+            hosts,
+            timer,
+            config.video.chunk_bytes,
+            stop,
+            explained=partial(room.explained, "encoding"),
         )
     del encoded  # frees the rows of a reduced prompt
 

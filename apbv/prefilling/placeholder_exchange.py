@@ -10,8 +10,8 @@ rows of its own tokens: nothing is exchanged.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,6 +107,7 @@ def encode_and_exchange(
     timer: StageTimer,
     chunk_bytes: int | None = None,
     stop: Stop | None = None,
+    explained: Callable[[], AbstractContextManager] = nullcontext,
 ) -> PlaceholderRows:
     """Encode the prompt's frames and audio, and return the rows of local tokens; collective.
 
@@ -118,6 +119,8 @@ def encode_and_exchange(
             rows.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
+        explained: returns a context that explains an allocator's error, before other hosts are told
+            of it.
 
     Raises:
         ApbvError: a frame cannot be read, or a tower makes another number of rows than the prompt
@@ -135,6 +138,7 @@ def encode_and_exchange(
             is_row=parts.is_audio(tokens),
             chunks=[audio.chunks(host) for host in range(_num_shares(audio, hosts))],
             source=partial(audio_rows, parts, audio, timer),
+            explained=explained,
         )
         (rows.audio,) = job.run(parts, layout, hosts, timer, stop)
     if visual is not None:
@@ -145,6 +149,7 @@ def encode_and_exchange(
             chunks=[visual.chunks(host, num_bytes) for host in range(_num_shares(visual, hosts))],
             source=source,
             num_streams=1 + parts.sizes.deepstack,
+            explained=explained,
         )
         rows.streams = job.run(parts, layout, hosts, timer, stop)
     return rows
@@ -167,6 +172,7 @@ class _EncodingJob:
             if the encoding is not shared out.
         source: makes the rows of chunks.
         num_streams: how many vectors of the model's width a row has.
+        explained: see :func:`encode_and_exchange`.
     """
 
     media: VisualInput | AudioInput
@@ -174,6 +180,7 @@ class _EncodingJob:
     chunks: list[list[range]]
     source: VisualRows
     num_streams: int = 1
+    explained: Callable[[], AbstractContextManager] = nullcontext
 
     def run(
         self,
@@ -187,7 +194,7 @@ class _EncodingJob:
         if self.media.is_shared_out:
             return _Rounds(self, parts, layout, hosts).run(timer, stop)
         widths = [parts.hidden_size] * self.num_streams
-        with hosts.local_stage("encode"):
+        with hosts.local_stage("encode"), self.explained():
             streams = all_rows(parts, self.media, self.chunks[0], self.source, widths, hosts, stop)
             return _take(streams, _rows_of(layout, hosts.rank, self.is_row))
 
@@ -243,6 +250,7 @@ class _Rounds:
     ):
         self._hosts = hosts
         self._source = job.source
+        self._explained = job.explained
         self._chunks = job.chunks[hosts.rank]
         self._num_rows = job.media.num_rows
         self._num_rounds = max(len(chunks) for chunks in job.chunks)
@@ -271,7 +279,11 @@ class _Rounds:
     def run(self, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
         """Encode and exchange everything; return this host's rows, ``[rows, d]`` by stream."""
         hosts = self._hosts
-        with hosts.collective_stage("encode"), closing(self._source(self._chunks)) as encoded:
+        with (
+            hosts.collective_stage("encode"),
+            self._explained(),
+            closing(self._source(self._chunks)) as encoded,
+        ):
             under_way: deque[_Round] = deque()
             for number in range(self._num_rounds):
                 rows = self._encode_next(number, encoded, stop)
@@ -285,7 +297,7 @@ class _Rounds:
         is_cancelled = isinstance(self._error, RequestCancelled)
         if hosts.broadcast_ints([int(is_cancelled)], 1)[0]:
             raise RequestCancelled
-        with hosts.local_stage("encode"):
+        with hosts.local_stage("encode"), self._explained():
             if self._error is not None:
                 raise self._error
         return self._local

@@ -129,7 +129,7 @@ class Prefiller:
                 self.require_readable(inputs)
             audio_sizes = []
             if inputs.audio is not None:
-                audio_sizes = [source.file.size for source in inputs.audio.sources]
+                audio_sizes = [source.file.size for source in inputs.audio.sources or ()]
             agreement.content("the files that are heard", repr(audio_sizes).encode())
 
         # Look for cached results; pixels are needed where neither KV nor embeddings are cached.
@@ -144,11 +144,10 @@ class Prefiller:
         if pixels is not None and (self.reads_all_frames or target_needs_pixels):
             if self.reads_all_frames:
                 kept = KeptPixels(pixels)
-                pixels = kept
             chunk_bytes = agree_on_chunks(
                 self.hosts, reader.parts.device, self.config.video.chunk_bytes
             )
-            inputs = inputs.with_pixels(pixels, chunk_bytes)
+            inputs = inputs.with_pixels(kept or pixels, chunk_bytes)
         require_going_on(self.hosts, request.cancels)
         return ReadRequest(
             request=request.within(max_positions, inputs),

@@ -17,7 +17,7 @@ from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..errors import RequestCancelled
 from ..speculate.decode_loop import PrefilledRequest
-from ..speculate.speculative_batch import SpeculativeBatch
+from ..speculate.speculative_batch import join_batch
 from .answer_stream import AnswerStream
 from .output import AnswerOutput, Failure
 from .work_order import WorkOrder
@@ -142,11 +142,7 @@ class DecodeThread:
             stream = AnswerStream(output, order, self._decode, choice)
             request = stream.request_for_answer(begun.read.request)
             answer = begin_answer(self._engine.parts, state, request)
-            if draft is None:
-                member = batch.join(answer)
-            else:
-                assert isinstance(batch, SpeculativeBatch), "requests with drafts need such a batch"
-                member = batch.join(answer, draft)
+            member = join_batch(batch, answer, draft)
             self._members[member] = (output, stream)
             # The next answer copies the KV, and has no draft.
             state = replace(state, kv=state.kv.behind(state.layout))

@@ -93,6 +93,7 @@ class ReadyRequest:
     def call_parser(self) -> ToolCallParser:
         """Return a parser for an answer that may call tools."""
         request = self.request
+        assert self.call_format is not None, "the model can call tools"
         function_names = {function["name"] for function in request.functions}
         return ToolCallParser(
             self.call_format,
@@ -110,6 +111,7 @@ class ReadyRequest:
     @property
     def token_ids(self) -> list[int]:
         """The prompt's tokens."""
+        assert self.prompt is not None, "host 0 has read the prompt"
         return self.prompt.batch["input_ids"][0].tolist()
 
 
@@ -168,14 +170,16 @@ class Reader:
                 read.
         """
         prompts = self._prompts_for(request)
-        self._require_tools_known(request)
+        if isinstance(request, ChatRequest):
+            self._require_tools_known(request)
         constraint = self._constraint(request, is_wanted)
 
         # Open its files.
-        media = []
+        media: list[Media] = []
         if isinstance(request, CompletionRequest):
-            question_fields = {"token_ids": self._token_ids(request, prompts)}
+            question_fields: dict[str, Any] = {"token_ids": self._token_ids(request, prompts)}
         else:
+            assert isinstance(request, ChatRequest), "there are two kinds of requests"
             media, question_fields = self._open_chat(request, stack, is_wanted)
 
         # Count its tokens.
@@ -190,6 +194,7 @@ class Reader:
         thought = None
         if request.may_call:
             call_format = self._call_format
+            assert call_format is not None, "requests with tools are refused without one"
             shown_token_ids = _shown_token_ids(call_format, prompts.tokenizer)
             thought = opened_thought(prompt.rendered.text, request.continued_texts)
         order = WorkOrder(
@@ -225,7 +230,7 @@ class Reader:
             return prompts.tokenize(prompt, request.add_special_tokens)
         if len(prompt) > self.max_model_len:
             raise self._too_long(f"{len(prompt)} tokens", request.prompt_field)
-        return prompt
+        return [token for token in prompt if isinstance(token, int)]
 
     def _max_new_tokens_of(self, request: GenerationRequest, num_tokens: int) -> int:
         """Return an answer's token limit; ApiError if the context leaves less room than requested.
@@ -241,7 +246,9 @@ class Reader:
             lengths = f"{num_tokens} tokens and the answer needs up to {needed}"
             raise self._too_long(lengths, request.prompt_field)
         if limit is None:
-            limit = max(request.default_limit or self._max_new_tokens, min_tokens)
+            default_limit = request.default_limit or self._max_new_tokens
+            assert default_limit is not None, "an engine has a default"
+            limit = max(default_limit, min_tokens)
         return min(limit, room)
 
     def _sampling(
@@ -260,7 +267,7 @@ class Reader:
         temperature = self._settings.temperature
         if temperature is None:
             temperature = self._engine.sampling.temperature
-        fields = {"temperature": temperature, "top_p": self._settings.top_p}
+        fields: dict[str, Any] = {"temperature": temperature, "top_p": self._settings.top_p}
         fields |= request.model_dump(include=_SAMPLING, exclude_none=True)
         fields |= constraint
         sampling = SamplingParams(
@@ -297,6 +304,7 @@ class Reader:
         answer_schema = None
         if schema is not None and not request.must_call:
             answer_schema = json.loads(schema)
+        assert self._call_format is not None, "requests with tools are refused without one"
         with _rejecting("tools"):
             grammar = self._call_format.grammar(
                 request.functions,
@@ -426,10 +434,10 @@ class Reader:
         """Open a chat's files; return them, and the fields of an order's question."""
         settings = self._settings
         deadline = time.monotonic() + settings.fetch_seconds
-        media = []
+        media: list[Media] = []
         messages = []
-        for index, message in enumerate(request.messages):
-            parts = []
+        for index, message in enumerate(request.messages or ()):
+            parts: list[dict[str, Any]] = []
             messages.append({**message.rest, "content": parts})
             if isinstance(message.content, str):
                 parts.append({"type": "text", "text": message.content})
@@ -595,8 +603,9 @@ def _num_chars(request: GenerationRequest | TokenizeRequest) -> int:
 
 def _has_files(request: GenerationRequest | TokenizeRequest) -> bool:
     for message in _messages(request):
-        is_list = isinstance(message.content, list)
-        if is_list and any(part.type != "text" for part in message.content):
+        if not isinstance(message.content, list):
+            continue
+        if any(part.type != "text" for part in message.content):
             return True
     return False
 

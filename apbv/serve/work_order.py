@@ -60,7 +60,7 @@ class WorkOrder:
             StageTimer(hosts),
             positions="vllm" if self.hands_over else "transformers",
             sampling=self.sampling,
-            num_wanted=self.sampling.max_new_tokens,
+            num_wanted=self.sampling.require_max_new_tokens(),
             sink=SilentSink(),
             has_checked_grammar=True,  # host 0 reads no other requests
             prompt=prompt,

@@ -102,8 +102,10 @@ class DraftHost(DecodeLoop):
             try:
                 tokens, report = self._draft_for(read)
             except Exception as error:
-                if not isinstance(error, HostError):  # the target failed, and needs no message
-                    self._pair.link.send_failure()
+                link = self._pair.link
+                # After a HostError the target has failed, and needs no message.
+                if link is not None and not isinstance(error, HostError):
+                    link.send_failure()
                 self._pair.link = None
                 raise
         request.timer.mark_first_token()
@@ -130,6 +132,7 @@ class DraftHost(DecodeLoop):
         """
         parts = self._model
         link = self._pair.link
+        assert link is not None, "the request has begun"
         config = self._config
         inputs = read.inputs
         timer = read.request.timer
@@ -139,6 +142,7 @@ class DraftHost(DecodeLoop):
         awaited = link.expect_verdict() if is_scored else None
 
         def scores() -> Tensor:
+            assert awaited is not None, "the draft is scored"
             awaited.wait()
             return link.receive(inputs.num_visual_tokens, torch.float32)
 

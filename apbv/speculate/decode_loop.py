@@ -41,6 +41,12 @@ class PrefilledRequest(NamedTuple):
     state: PrefillResult
     draft: Draft | None = None
 
+    @property
+    def own_draft(self) -> Draft:
+        """The draft, where requests are drafted for."""
+        assert self.draft is not None, "the decoding loop drafts"
+        return self.draft
+
 
 class AnsweredRequest(NamedTuple):
     """A request, its prefill (None on a draft host), and its answer."""

@@ -101,7 +101,7 @@ class SequentialSpeculation(DecodeLoop):
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
             answer = begin_answer(self._target, begun.state, request)
-            stats = self._decode(begun.draft, answer)
+            stats = self._decode(begun.own_draft, answer)
         summary = stats.summary(len(answer.tokens))
         decoded = DecodedAnswer(answer.tokens, answer.logprobs, summary)
         return AnsweredRequest(begun.read, begun.state, self.answered(begun, decoded))
@@ -127,9 +127,9 @@ class SequentialSpeculation(DecodeLoop):
     def answered(self, begun: PrefilledRequest, decoded: DecodedAnswer) -> DecodedAnswer:
         figures = {
             **asdict(self._config),
-            **decoded.figures,
+            **(decoded.figures or {}),
             "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
-            "num_visual_tokens_drafted_from": begun.draft.num_visual,
+            "num_visual_tokens_drafted_from": begun.own_draft.num_visual,
         }
         return replace(decoded, figures=figures)
 
@@ -179,7 +179,7 @@ class SequentialSpeculation(DecodeLoop):
         """Decode an answer; return the statistics of its draft."""
         config = self._config
         if draft.runs(self._target):
-            draft.drafter.newest_kv = answer.decoder.newest_kv
+            draft.model_drafter.newest_kv = answer.decoder.newest_kv
         pace = Pace(config.num_draft_tokens, config.keep_losing_draft)
         _, stats = generate_speculatively(answer, draft.drafter, pace, self._tree)
         return stats
@@ -190,6 +190,7 @@ class SequentialSpeculation(DecodeLoop):
         Raises:
             InvalidRequestError: it raises, or returns no text.
         """
+        assert self._captioner is not None, "an ensemble with captions is refused without one"
         try:
             caption = self._captioner(rendered)
         except Exception as error:

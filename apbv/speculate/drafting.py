@@ -83,6 +83,11 @@ class Drafting:
         self._has_draft_host = config is not None and config.draft_host
 
     @property
+    def strategy(self) -> str | None:
+        """The strategy's name; None: nothing is drafted."""
+        return None if self._config is None else self._config.strategy
+
+    @property
     def drafts_only(self) -> bool:
         """Whether this is the draft host, which does not run the target."""
         return self._has_draft_host and self._hosts.rank == self._hosts.size - 1

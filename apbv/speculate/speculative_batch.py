@@ -384,6 +384,18 @@ class SpeculativeBatch(Batch):
         return self._draft_runners[id(parts)]
 
 
+def join_batch(batch: Batch, answer: Answer, draft: Draft | None) -> Member:
+    """Add an answer to a batch, with its draft if it has one.
+
+    Args:
+        draft: its draft; the batch is then one that drafts.
+    """
+    if draft is None:
+        return batch.join(answer)
+    assert isinstance(batch, SpeculativeBatch), "requests with drafts need such a batch"
+    return batch.join(answer, draft)
+
+
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
     """Draft chains with the model, without synchronization.
 

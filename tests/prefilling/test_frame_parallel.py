@@ -59,9 +59,9 @@ def encoding_job(hosts: HostGroup, family: str, batch: dict, settings: dict):
     exchange = forward.encode_and_exchange
     count_pixels(model, counts)
 
-    def counted(*args):
+    def counted(*args, **named):
         before = hosts.bytes_received
-        rows = exchange(*args)
+        rows = exchange(*args, **named)
         counts["bytes"] += hosts.bytes_received - before
         return rows
 

@@ -145,10 +145,7 @@ def test_a_video_that_only_the_second_host_finds_damaged(server, media):
     for url in ("half.mp4", data_url(media / "half.mp4")):
         with pytest.raises(openai.BadRequestError) as caught:
             server.ask([part("video", url), text("x")], extra_body={"num_frames": 64})
-        assert (
-            "cannot be decoded" in caught.value.message
-            and caught.value.param == "messages"
-        )
+        assert "cannot be decoded" in caught.value.message and caught.value.param == "messages"
         assert str(media) not in caught.value.message and "apbv-" not in caught.value.message
     assert server.ask("x", max_tokens=1).usage.completion_tokens == 1
 
