@@ -156,4 +156,4 @@ def test_beside_a_draft_answers_are_single_kv_expires_and_a_host_that_dies_ends_
         for stream in streams:
             assert "a host has failed" in str(stream.end())
         wait_for(lambda: server.health() != 200)
-        assert exit_statuses(server.processes)[0] == 1 and "error (host 0): " in server.errors()
+        assert exit_statuses(server.processes)[0] == 75 and "error (host " in server.errors()

@@ -294,6 +294,9 @@ class TableBatch(SpeculativeBatch):
 class TablePrompt(TableModel):
     """Begins an answer that a table gives; drafts with a model of its own for each seed."""
 
+    def require_cache(self) -> DynamicCache:
+        return self.cache
+
     def begin(self, sampling: SamplingParams):
         self.cache = DynamicCache()
         self.next_position = 0
