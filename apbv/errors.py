@@ -5,20 +5,20 @@ stage that fails on one host raises the same class with the same message on all 
 exception is a fault of this package: it keeps its traceback on the host where it happened, and the
 others raise a :class:`HostError` that names it.
 
-============================  ===================  ===========  ===========
-class                         code                 exit status  HTTP status
-============================  ===================  ===========  ===========
-:class:`InvalidRequestError`  invalid_request      65           400
-:class:`InvalidConfigError`   invalid_config       78           400
-:class:`UnsupportedModelError`  unsupported_model  79           400
-:class:`NotEnoughMemoryError`  not_enough_memory   71           503
-:class:`StorageError`         storage              74           503
-:class:`BackendUnavailableError`         backend              69           503
-:class:`RequestCancelled`     cancelled            130          499
-:class:`ModelOutputError`     model_output         70           500
-:class:`HostError`            host                 75           500
-any other exception                                70           500
-============================  ===================  ===========  ===========
+================================  =================  ===========  ===========
+class                             code               exit status  HTTP status
+================================  =================  ===========  ===========
+:class:`InvalidRequestError`      invalid_request    65           400
+:class:`InvalidConfigError`       invalid_config     78           400
+:class:`UnsupportedModelError`    unsupported_model  79           400
+:class:`NotEnoughMemoryError`     not_enough_memory  71           503
+:class:`StorageError`             storage            74           503
+:class:`BackendUnavailableError`  backend            69           503
+:class:`RequestCancelled`         cancelled          130          499
+:class:`ModelOutputError`         model_output       70           500
+:class:`HostError`                host               75           500
+any other exception                                  70           500
+================================  =================  ===========  ===========
 
 Where sysexits.h has a number for a kind, the exit status is that number.
 """
@@ -61,6 +61,11 @@ class ApbvError(Exception):
 
     host: str | None = None
     stage: str | None = None
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether it says that another process failed, of which all processes know by now."""
+        return self.host is not None
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
@@ -153,6 +158,10 @@ class HostError(ApbvError, RuntimeError):
     exit_status = 75  # EX_TEMPFAIL
     http_status = 500
 
+    @property
+    def is_of_others(self) -> bool:
+        return True
+
 
 def as_kind(error: Raised) -> Raised:
     """Return the error of a kind that an exception stands for; itself if it stands for none.
@@ -162,7 +171,7 @@ def as_kind(error: Raised) -> Raised:
     """
     if isinstance(error, ApbvError):
         return error
-    kind = _CLASSES.get(getattr(error, "kind", ""))
+    kind = _CLASSES.get(getattr(error, "apbv_code", ""))
     if kind is not None:
         return _caused_by(kind(str(error)), error)
     if is_out_of_memory(error):

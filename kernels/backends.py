@@ -21,10 +21,11 @@ class BackendError(ValueError):
     """Raised if the requested backend cannot compute this; the message says why.
 
     Attributes:
-        kind: the code of the kind of errors to which it belongs, for programs that sort theirs.
+        apbv_code: the code of the kind to which it belongs (:mod:`apbv.errors`), which is not
+            imported here.
     """
 
-    kind = "backend"
+    apbv_code = "backend"
 
 
 def requested(backend: str = "auto") -> str:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -148,6 +148,16 @@ class _Posted:
     host: str
     stage: str
 
+    def to_text(self) -> str:
+        """Return the text for the store, for :meth:`from_text` on another process."""
+        return json.dumps([self.report.to_json(), self.host, self.stage])
+
+    @classmethod
+    def from_text(cls, text: str) -> "_Posted":
+        """Return the failure that :meth:`to_text` made a text."""
+        report, host, stage = json.loads(text)
+        return cls(ErrorReport.from_json(report), host, stage)
+
 
 class FailureWatch:
     """Starts a group's collectives and waits for them.
@@ -225,8 +235,7 @@ class FailureWatch:
             if isinstance(error, ApbvError):
                 if error.is_agreed:
                     raise
-                # Another process failed, and has told all.
-                if isinstance(error, HostError) or error.host is not None:
+                if error.is_of_others:
                     self._break()
                     raise
             # The GPU's results after an abort are invalid and may cause any error.
@@ -338,7 +347,7 @@ class FailureWatch:
         self._tell(_Posted(ErrorReport.of(error), self._name, stage))
 
     def _tell(self, posted: "_Posted") -> None:
-        text = json.dumps(asdict(posted))
+        text = posted.to_text()
         # If the store's host is gone or unreachable, the others notice that themselves.
         wait_for_futures(
             [in_thread(lambda: self._shared_store.set(_FAILURE_KEY, text))], GRACE_SECONDS
@@ -400,9 +409,8 @@ class FailureWatch:
         """Return the error that a process posted; None: there is none."""
         if not self._shared_store.check([_FAILURE_KEY]):
             return None
-        posted = json.loads(self._shared_store.get(_FAILURE_KEY).decode(errors="replace"))
-        report = ErrorReport(**posted["report"])
-        return report.error(posted["host"], posted["stage"])
+        posted = _Posted.from_text(self._shared_store.get(_FAILURE_KEY).decode(errors="replace"))
+        return posted.report.error(posted.host, posted.stage)
 
     def _reason_for(self, error: RuntimeError | str) -> ApbvError:
         """Return why a collective failed: the posted reason of a process, or that one ended."""

@@ -471,10 +471,9 @@ class HostGroup:
             try:
                 yield agreement
             except Exception as caught:
-                # An error of another process, of which all know.
-                if isinstance(caught, HostError) or getattr(caught, "host", None) is not None:
-                    raise
                 error = as_kind(caught)
+                if isinstance(error, ApbvError) and error.is_of_others:
+                    raise
             if self.num_processes > 1:
                 self._compare_reports(name, StageReport.of(error, agreement), error)
             if error is not None:

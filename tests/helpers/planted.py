@@ -28,6 +28,15 @@ def wrong_invariant() -> None:
     raise AssertionError("the rows are not those of the layout")
 
 
+class ConnectionLost(Exception):
+    """An error of somebody's library, which has attributes of the names that ours have."""
+
+    host = "example.org"
+    stage = "connecting"
+    code = "invalid_request"
+    kind = "backend"
+
+
 @dataclass(frozen=True)
 class Planted:
     """An error, and what becomes of it on every host.
@@ -90,6 +99,7 @@ PLANTED = {
     # Faults of the package.
     "lengths": Planted(mismatched_lengths, None, 70, 500),
     "invariant": Planted(wrong_invariant, None, 70, 500),
+    "library": Planted(ConnectionLost("the site is gone"), None, 70, 500),
     "runtime": Planted(RuntimeError("the stream is gone"), None, 70, 500),
 }
 PLACES = {"reading": (PromptReader, "read"), "prefill": (forward, "_forward")}
