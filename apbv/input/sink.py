@@ -35,7 +35,7 @@ class AnswerSink(ABC):
 
 @dataclass(frozen=True)
 class StopFunction(AnswerSink):
-    """The ``stop`` of :meth:`apbv.Engine.generate`.
+    """A sink that is only asked whether to stop, as by :meth:`apbv.Engine.generate`.
 
     Attributes:
         stop: called with all tokens so far, with none before the first.
@@ -48,13 +48,3 @@ class StopFunction(AnswerSink):
 
     def is_cancelled(self) -> bool:
         return bool(self.stop(()))
-
-
-class SilentSink(AnswerSink):
-    """The sink of a host whose answer another host decodes, which has the real one."""
-
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
-        return False
-
-    def is_cancelled(self) -> bool:
-        return False

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine import Engine
-from ..input.sink import AnswerSink
+from ..input.sink import StopFunction
 from ..input.tokenized_prompt import TokenizedPrompt
-from ..logprobs import TokenLogprobs
 from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder
@@ -24,23 +23,6 @@ from .work_order import WorkOrder
 _REST = 20
 _LONG_REST = 1.0
 _SHORTEST_REST = 5
-
-
-class _UntilCancelled(AnswerSink):
-    """The sink of a prefill, before there is a stream of the answer: its output may be cancelled.
-
-    Args:
-        output: of the request.
-    """
-
-    def __init__(self, output: AnswerOutput):
-        self._output = output
-
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
-        return self.is_cancelled()
-
-    def is_cancelled(self) -> bool:
-        return self._output.is_cancelled
 
 
 class Lane(NamedTuple):
@@ -131,7 +113,8 @@ class LocalPrefillPool:
             try:
                 with files as paths, precedence, engine.hosts.on_device():
                     request = order.request(engine.hosts, paths, prompt)
-                    done = engine.begin(replace(request, sink=_UntilCancelled(output)))
+                    sink = StopFunction(lambda _: output.is_cancelled)
+                    done = engine.begin(replace(request, sink=sink))
             except Exception as error:
                 done = failure_unless_cancelled(error, output.request_id)
             decoding.add(output, order, done)

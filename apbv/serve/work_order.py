@@ -8,7 +8,7 @@ from typing import Any
 from ..config import SamplingParams
 from ..hosts import HostGroup
 from ..input.request import Question, Request
-from ..input.sink import SilentSink
+from ..input.sink import StopFunction
 from ..input.tokenized_prompt import TokenizedPrompt
 from ..stats import StageTimer
 
@@ -61,7 +61,7 @@ class WorkOrder:
             positions="vllm" if self.hands_over else "transformers",
             sampling=self.sampling,
             num_wanted=self.sampling.require_max_new_tokens(),
-            sink=SilentSink(),
+            sink=StopFunction(lambda _: False),  # host 0 replaces its own
             has_checked_grammar=True,  # host 0 reads no other requests
             prompt=prompt,
             decode_host=self.decode_host if hosts.size > 1 else 0,
