@@ -223,6 +223,7 @@ class Engine:
         was_asked_for = config.method != PrefillConfig.method
         if was_asked_for and runs_as != config.method:
             warn_caller(f"on one host {config.method} is the same as full: that runs")
+
         # Read prompts.
         parts = models.reading
         num_frames = default_num_frames(processor)
@@ -439,19 +440,20 @@ class Engine:
             raise InvalidConfigError(
                 "a draft host does not prefill; call this on the target's hosts"
             )
-        question = {
-            "prompt": prompt,
-            "video": video,
-            "images": images,
-            "context": context,
-            "messages": messages,
-            "tools": tools,
-            "num_frames": num_frames,
-            "fps": fps,
-            "audio": audio,
-            "audio_in_video": audio_in_video,
-        }
-        request = self._prepared(question, SamplingParams, positions=positions)
+        make_question = partial(
+            Question,
+            prompt=prompt,
+            video=video,
+            images=images,
+            context=context,
+            messages=messages,
+            tools=tools,
+            num_frames=num_frames,
+            fps=fps,
+            audio=audio,
+            audio_in_video=audio_in_video,
+        )
+        request = self._prepared(make_question, SamplingParams, positions=positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -530,18 +532,19 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a
                 HostError.
         """
-        question = {
-            "prompt": prompt,
-            "video": video,
-            "images": images,
-            "context": context,
-            "messages": messages,
-            "tools": tools,
-            "num_frames": num_frames,
-            "fps": fps,
-            "audio": audio,
-            "audio_in_video": audio_in_video,
-        }
+        make_question = partial(
+            Question,
+            prompt=prompt,
+            video=video,
+            images=images,
+            context=context,
+            messages=messages,
+            tools=tools,
+            num_frames=num_frames,
+            fps=fps,
+            audio=audio,
+            audio_in_video=audio_in_video,
+        )
         callbacks = {
             "on_token": on_token,
             "on_stage": on_stage,
@@ -556,12 +559,12 @@ class Engine:
             top_p=top_p,
             seed=seed,
         )
-        request = self._prepared(question, make_sampling, callbacks, wants_whole_answer=True)
+        request = self._prepared(make_question, make_sampling, callbacks, wants_whole_answer=True)
         return self.answer(request)
 
     def _prepared(
         self,
-        question: Mapping[str, Any],
+        make_question: Callable[[], Question],
         make_sampling: Callable[[], SamplingParams],
         callbacks: Mapping[str, Any] | None = None,
         *,
@@ -576,8 +579,8 @@ class Engine:
         Every entry of the library makes its requests here.
 
         Args:
-            question: fields of :class:`~apbv.input.request.Question`.
-            make_sampling: returns the sampling parameters, or rejects the caller's.
+            make_question, make_sampling: return the question and the sampling parameters, or reject
+                the caller's.
             callbacks: fields of :class:`~apbv.input.request.Callbacks`.
             positions, decode_host: of the request.
             wants_whole_answer: reject a prompt that leaves too few positions for the largest number
@@ -591,9 +594,10 @@ class Engine:
         """
         with self.hosts.local_stage("reading the settings") as agreement:
             checked = Callbacks(**(callbacks or {}))
+            question = make_question()
             sampling = make_sampling()
             request = Request(
-                Question(**question),
+                question,
                 timer or StageTimer(self.hosts, checked.on_stage, checked.on_progress),
                 positions,
                 sampling=sampling,
@@ -670,17 +674,16 @@ class Engine:
             failed alone, the error instead.
 
         Raises:
-            InvalidRequestError: ``max_together`` is less than 1, or a question of a list is not
-                such a dict, before any is answered. One that an iterator yields is answered by the
-                error.
+            InvalidConfigError: ``max_together`` is less than 1.
+            InvalidRequestError: a question of a list is not such a dict, before any is answered.
+                One that an iterator yields is answered by the error.
             HostError: the hosts can no longer work together.
         """
         if max_together < 1:
             raise InvalidConfigError(f"max_together must be at least 1, not {max_together}")
         hosts = self.hosts
-        # A list is checked at once; an iterator's questions are checked as they are answered.
-        is_checked = isinstance(questions, Sequence)
-        if is_checked:
+        # A list is checked at once, before any is answered.
+        if isinstance(questions, Sequence):
             with hosts.local_stage("reading the questions"):
                 for number, question in enumerate(questions):
                     _require_question(number, question)
@@ -698,14 +701,9 @@ class Engine:
                     number, question = following
                     ended: GenerateResult | Exception | None = None
                     try:
-                        if not is_checked:
-                            with hosts.local_stage("reading the questions"):
-                                _require_question(number, question)
-                        fields_of_question = dict(question)
-                        own_sampling = fields_of_question.pop("sampling", sampling)
                         request = self._prepared(
-                            fields_of_question,
-                            partial(_chosen_sampling, own_sampling),
+                            partial(_question_of, number, question),
+                            partial(_sampling_of, question, sampling),
                             decode_host=decode_host,
                             shared={"max_together": max_together},
                         )
@@ -713,7 +711,7 @@ class Engine:
                             ended = self.answer(request)
                         else:
                             running[number] = self._join(batch, request)
-                    except Exception as error:  # on other hosts a HostError
+                    except Exception as error:
                         if hosts.is_broken:
                             raise
                         # For want of memory it waits until an answer has ended.
@@ -928,7 +926,7 @@ class Engine:
             seed=seed,
         )
         callbacks = {"on_token": on_token, "stop": stop}
-        request = self._prepared({}, make_sampling, callbacks, timer=state.timer)
+        request = self._prepared(Question, make_sampling, callbacks, timer=state.timer)
         with self.hosts.local_stage("reading the settings"):
             state.inputs.require_room(max_positions, max_new_tokens or 1)
         request = self._completed(request).within(max_positions, state.inputs)
@@ -1137,6 +1135,22 @@ def _require_question(number: int, question: Any) -> None:
             f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question "
             f"takes {', '.join(known)}"
         )
+
+
+def _question_of(number: int, question: Any) -> Question:
+    """Return one of the questions of :meth:`Engine.generate_all`.
+
+    Raises:
+        InvalidRequestError: it is not a dict that :meth:`Engine.generate_all` takes, or a value is
+            wrong.
+    """
+    _require_question(number, question)
+    return Question(**{name: value for name, value in question.items() if name != "sampling"})
+
+
+def _sampling_of(question: Mapping[str, Any], sampling: SamplingParams | None) -> SamplingParams:
+    """Return the sampling parameters of such a question; its own come before those of all."""
+    return _chosen_sampling(question.get("sampling", sampling))
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
