@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         progress_delay: seconds before a progress bar is shown.
 
     Raises:
-        StorageError: a source cannot be read, a file cannot be written, or the engine rejects the
+        ApbvError: a source cannot be read, a file cannot be written, or the engine rejects the
             request.
         HostError: another host failed.
     """

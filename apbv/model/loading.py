@@ -84,7 +84,8 @@ def load_model(
         adapter: an adapter to merge into the model.
 
     Raises:
-        UnsupportedModelError: there is no such model or dtype, or the checkpoint lacks weights.
+        InvalidConfigError: there is no such dtype.
+        UnsupportedModelError: there is no such model, or the checkpoint lacks weights.
     """
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
         raise InvalidConfigError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")

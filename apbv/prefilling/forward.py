@@ -74,8 +74,7 @@ def prefill(
         The logits of the last token on every host, and the KV as ``config.kv`` says.
 
     Raises:
-        InvalidConfigError: the prompt, the model or a length cannot be handled; raised on every
-            host.
+        ApbvError: the prompt, the model or a length cannot be handled; raised on every host.
         NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every
             host raises before anything is computed; or this host ran out of memory.
         RequestCancelled: ``stop`` was true; the hosts can go on.
@@ -272,8 +271,8 @@ def _plan(
             how = "alone, exactly" if config.sparse is None else "alone"
             warn_caller(
                 f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the "
-                f"question, is too short to be split over {hosts.size} hosts: host 0 computes it "
-                f"{how}"
+                f"question, is too short to be split over {hosts.size} hosts: "
+                f"host 0 computes it {how}"
             )
         method_type = method_alone(config)
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)

@@ -23,7 +23,7 @@ class Requests:
         shard: I and N: lines I, I + N, …, counted from 0.
 
     Raises:
-        StorageError: the file cannot be opened.
+        InvalidRequestError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, shard: tuple[int, int] = (0, 1)):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from ..decode.answer import begin_answer
 from ..decode.batch import Batch, Member
 from ..engine import Engine
-from ..errors import RequestCancelled
 from ..speculate.decode_loop import PrefilledRequest
 from ..speculate.speculative_batch import join_batch
 from .answer_stream import AnswerStream
@@ -128,8 +127,7 @@ class DecodeThread:
             if arrival is not None:
                 output.fail_with(arrival)
         except Exception as error:
-            if not isinstance(error, RequestCancelled):
-                output.fail(error)
+            output.fail(error)
         self._release(output)
 
     def _join_all(

@@ -35,8 +35,9 @@ class Failure:
 
 
 def failure_of(error: BaseException, request_id: str) -> Failure:
-    """Return the status and the message for a client; a fault of this package is logged with its
-    traceback.
+    """Return the status and the message for a client.
+
+    A fault of this package is logged with its traceback.
 
     Args:
         error: what the request ended with on this host.
@@ -44,14 +45,15 @@ def failure_of(error: BaseException, request_id: str) -> Failure:
     """
     known = as_kind(error)
     if isinstance(known, ApbvError):
+        status = known.http_status
         message = str(known) or type(known).__name__
-        failure = Failure(known.http_status, message)
     else:
         _logger.error("%s failed on this host", request_id, exc_info=error)
-        failure = Failure(FAULT_HTTP_STATUS, describe_error(error))
-    if failure.status == FAULT_HTTP_STATUS:
-        failure = Failure(failure.status, f"{failure.message} (request {request_id})")
-    return failure
+        status = FAULT_HTTP_STATUS
+        message = describe_error(error)
+    if status == FAULT_HTTP_STATUS:
+        message = f"{message} (request {request_id})"
+    return Failure(status, message)
 
 
 def failure_unless_cancelled(error: BaseException, request_id: str) -> Failure | None:

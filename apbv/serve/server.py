@@ -149,18 +149,18 @@ def run_worker(
         executor = Executor(engine, hosts, offers)
 
         # Lead, or follow.
-        if scheduler is not None:
-            with hosts.local_stage("opening the server"):
+        worker: Worker | None = None
+        with hosts.local_stage("opening the server"):
+            if scheduler is not None:
                 assert open_source is not None, "host 0 has a source of requests"
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
                 worker = Worker(executor, reader, scheduler, links)
                 run = open_source(worker, scheduler)
+        if worker is not None:
             run()
             if worker.failure is not None:
                 raise worker.failure
             return
-        with hosts.local_stage("opening the server"):
-            pass  # only host 0 does
         wants_to_stop = threading.Event()
         stop = _StopAfterSignals(wants_to_stop, private_files)
         for number in SIGNALS:
