@@ -34,7 +34,7 @@ from .grammar import Grammars
 from .hosts import HostGroup
 from .input.files import KnownVideos
 from .input.prompt_reader import PromptReader
-from .input.request import Callbacks, Question, Request
+from .input.request import Callbacks, Question, Request, RequestSettings
 from .input.sink import AnswerSink, StopFunction
 from .input.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
@@ -599,14 +599,16 @@ class Engine:
             request = Request(
                 question,
                 timer or StageTimer(self.hosts, checked.on_stage, checked.on_progress),
-                positions,
-                sampling=sampling,
-                num_wanted=(sampling.max_new_tokens or 1) if wants_whole_answer else 1,
+                RequestSettings(
+                    sampling=sampling,
+                    positions=positions,
+                    num_wanted=(sampling.max_new_tokens or 1) if wants_whole_answer else 1,
+                    decode_host=decode_host,
+                ),
                 on_token=checked.on_token,
                 sink=None if checked.stop is None else StopFunction(checked.stop),
-                decode_host=decode_host,
             )
-            agreement.settings("the request", {**(shared or {}), **request.settings})
+            agreement.settings("the request", {**(shared or {}), **request.agreed_settings})
         return request
 
     def stream(
@@ -1013,7 +1015,7 @@ class Engine:
             InvalidRequestError: the grammar cannot be compiled; on all hosts.
         """
         sampling = request.sampling.filled(self.sampling)
-        request = replace(request, sampling=sampling)
+        request = request.with_sampling(sampling)
         if not sampling.is_constrained:
             return request
         hosts = self.hosts

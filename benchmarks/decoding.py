@@ -34,7 +34,7 @@ from apbv.decode.answer import Answer, generate_tokens
 from apbv.decode.batch import Batch
 from apbv.decode.batch_steps import BatchRunner, OwnKV
 from apbv.decode.runner import Decoder
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
@@ -219,7 +219,9 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
     """
     # The first token takes no pass of the model.
     sampling = SamplingParams(max_new_tokens=num_tokens + 1)
-    request = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling)
+    request = Request(
+        Question(), StageTimer(prompts[0].kv.hosts), RequestSettings(sampling=sampling)
+    )
     batch = Batch(parts)
 
     def one_by_one() -> None:

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES, PRUNINGS
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer
@@ -172,7 +172,9 @@ def decode_together(
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prefilled = []
     for question in questions:
-        request = Request(Question(**question), StageTimer(engine.hosts), sampling=sampling)
+        request = Request(
+            Question(**question), StageTimer(engine.hosts), RequestSettings(sampling=sampling)
+        )
         prefilled.append(engine.begin(request))
 
     # Decode.

@@ -120,9 +120,9 @@ class Prefiller:
         # Tokenize the prompt.
         with self.hosts.local_stage("reading the prompt") as agreement:
             inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known_prompt)
-            if request.positions == "vllm":
+            if request.settings.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
-            inputs.require_room(max_positions, request.num_wanted)
+            inputs.require_room(max_positions, request.settings.num_wanted)
             if self.config.reduce is not None:  # before a draft host begins
                 require_reducible(self.config.reduce, inputs)
             if self.require_readable is not None:

@@ -27,21 +27,24 @@ class AnswerStream(AnswerSink):
         self, output: AnswerOutput, order: WorkOrder, decode: Callable[..., str], choice: int = 0
     ):
         self._output = output
-        self._order = order
+        self._reply = order.reply
         self._decode = decode
         self._choice = choice
         self._text = AnswerText(
-            self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens
+            self._to_text,
+            self._reply.stop_strings,
+            self._reply.stop_token_ids,
+            order.settings.sampling.min_tokens,
         )
         self._num_sent = 0  # tokens
         # The text of an unfinished answer is needed only for streaming and for stop strings.
-        self._reads_along = order.streams or self._text.may_stop
+        self._reads_along = self._reply.streams or self._text.may_stop
 
     def request_for_answer(self, request: Request) -> Request:
         """Return a request for this answer alone, which goes here."""
         seed = (request.sampling.seed + self._choice) % 2**64
-        sampling = replace(request.sampling, seed=seed)
-        return replace(request, sampling=sampling, sink=self)
+        request = request.with_sampling(replace(request.sampling, seed=seed))
+        return replace(request, sink=self)
 
     def is_cancelled(self) -> bool:
         return self._output.is_cancelled
@@ -51,7 +54,7 @@ class AnswerStream(AnswerSink):
         if not self._output.is_cancelled:
             text = self._text.update(tokens) if self._reads_along else ""
             # Streams also get tokens without text.
-            has_tokens = self._order.streams and len(tokens) > self._num_sent
+            has_tokens = self._reply.streams and len(tokens) > self._num_sent
             piece = None
             if text or has_tokens:
                 piece = self._piece(text, tokens, logprobs)
@@ -105,7 +108,7 @@ class AnswerStream(AnswerSink):
 
     def _to_text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with only those special ones that are part of it."""
-        is_shown = [token in self._order.shown_token_ids for token in tokens]
+        is_shown = [token in self._reply.shown_token_ids for token in tokens]
         text = ""
         for shown, run in groupby(zip(tokens, is_shown, strict=True), key=lambda pair: pair[1]):
             text += self._decode([token for token, _ in run], skip_special_tokens=not shown)

@@ -136,7 +136,7 @@ class DecodeThread:
         """Add all answers of a prefilled request to the batch."""
         state = begun.state
         draft = begun.draft
-        for choice in range(order.num_answers):
+        for choice in range(order.reply.num_answers):
             stream = AnswerStream(output, order, self._decode, choice)
             request = stream.request_for_answer(begun.read.request)
             answer = begin_answer(self._engine.parts, state, request)

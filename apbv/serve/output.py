@@ -139,7 +139,7 @@ class JobOutput:
         if piece.reason is None:
             return True
         self._num_finished += 1
-        if self._num_finished < job.read.order.num_answers:
+        if self._num_finished < job.read.order.reply.num_answers:
             return True
         finished = Finished(job.record.completion_tokens, self.kv_params)
         return self._scheduler.end(job, finished, piece.reason)

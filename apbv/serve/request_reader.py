@@ -22,6 +22,7 @@ from ..errors import InvalidConfigError, InvalidRequestError
 from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
 from ..input.prompt_reader import PromptReader
 from ..input.rendering import template_words, tool_instructions
+from ..input.request import RequestSettings
 from ..input.tokenized_prompt import TokenizedPrompt
 from ..input.visual import PromptError
 from ..schemas import fixed_texts
@@ -39,7 +40,7 @@ from .requests import (
 from .settings import ServerSettings
 from .thoughts import CLOSING_TAGS, opened_thought
 from .tools import CallFormat, ToolCallParser, call_format
-from .work_order import WorkOrder, build_question
+from .work_order import ReplyOptions, WorkOrder, build_question
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {
@@ -200,13 +201,19 @@ class Reader:
         order = WorkOrder(
             question_fields=question_fields,
             files=[file.relative for file in media],
-            sampling=sampling,
+            settings=RequestSettings(
+                sampling=sampling,
+                positions="vllm" if request.hands_over else "transformers",
+                num_wanted=sampling.require_max_new_tokens(),
+            ),
+            reply=ReplyOptions(
+                num_answers=request.num_answers,
+                streams=bool(request.stream),
+                stop_strings=request.stop_strings,
+                stop_token_ids=request.stop_token_ids or (),
+                shown_token_ids=shown_token_ids,
+            ),
             hands_over=request.hands_over,
-            num_answers=request.num_answers,
-            streams=bool(request.stream),
-            stop_strings=request.stop_strings,
-            stop_token_ids=request.stop_token_ids or (),
-            shown_token_ids=shown_token_ids,
         )
         return ReadyRequest(
             order=order,

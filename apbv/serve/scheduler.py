@@ -74,10 +74,10 @@ class Limits:
         """
         answer = 0
         if not order.hands_over:
-            max_new_tokens = order.sampling.max_new_tokens
+            max_new_tokens = order.settings.sampling.max_new_tokens
             assert max_new_tokens is not None, "the reader sets the limit of every order"
             answer = max_new_tokens + self.spare_tokens
-        count = order.num_answers
+        count = order.reply.num_answers
         num_bytes = count * (num_tokens + answer) * self.token_bytes
         most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
         if count > 1 and num_bytes > self.max_kv_bytes:
@@ -345,7 +345,7 @@ class Scheduler:
         order = job.read.order
         if self.limits.max_running is None or order.hands_over:
             return True
-        return self._num_answers(decode_host) + order.num_answers <= self.limits.max_running
+        return self._num_answers(decode_host) + order.reply.num_answers <= self.limits.max_running
 
     def _load(self, job: Job, decode_host: int) -> _Load:
         has_enough = job.is_short and self._has_enough(decode_host, job)
@@ -378,7 +378,9 @@ class Scheduler:
 
     def _num_answers(self, decode_host: int) -> int:
         return sum(
-            job.read.order.num_answers for job in self._running if job.decode_host == decode_host
+            job.read.order.reply.num_answers
+            for job in self._running
+            if job.decode_host == decode_host
         )
 
     def render_metrics(self) -> bytes:

@@ -2,31 +2,44 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..config import SamplingParams
 from ..hosts import HostGroup
-from ..input.request import Question, Request
+from ..input.request import Question, Request, RequestSettings
 from ..input.sink import StopFunction
 from ..input.tokenized_prompt import TokenizedPrompt
 from ..stats import StageTimer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """What a client gets of the answers to its request.
+
+    Attributes:
+        num_answers: number of answers, with consecutive seeds.
+        streams: whether every token is sent at once.
+        stop_strings, stop_token_ids: strings and tokens that end the answer.
+        shown_token_ids: special tokens that are part of the text all the same.
+    """
+
+    num_answers: int = 1
+    streams: bool = False
+    stop_strings: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    shown_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkOrder:
     """Request to the engine, the same on every host.
 
     Attributes:
         question_fields: arguments of :func:`build_question`.
         files: paths in the allowed folder, or None for files whose bytes are sent.
-        sampling: how the answer's tokens are chosen.
+        settings: how the request is answered.
+        reply: what its client gets.
         hands_over: whether the prompt's KV is transferred to another server.
-        num_answers: number of answers, with consecutive seeds.
-        streams: whether every token is sent at once.
-        stop_strings, stop_token_ids: strings and tokens that end the answer.
-        shown_token_ids: special tokens that are part of the text all the same.
-        decode_host: the host that decodes the answers, where one does alone.
         request_id: the request's id in its reply and in the log.
         number: the request's number on the connection from its decode host to host 0; None: its
             decode host is host 0.
@@ -34,16 +47,27 @@ class WorkOrder:
 
     question_fields: dict[str, Any]
     files: list[str | None]
-    sampling: SamplingParams
+    settings: RequestSettings
+    reply: ReplyOptions = ReplyOptions()
     hands_over: bool = False
-    num_answers: int = 1
-    streams: bool = False
-    stop_strings: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    shown_token_ids: Sequence[int] = ()
-    decode_host: int = 0
     request_id: str = ""
     number: int | None = None
+
+    @property
+    def decode_host(self) -> int:
+        """The host that decodes the answers, where one does alone."""
+        return self.settings.decode_host
+
+    def addressed(
+        self, request_id: str, decode_host: int = 0, number: int | None = None
+    ) -> "WorkOrder":
+        """Return the order with the request's id and its decode host.
+
+        Args:
+            number: see :attr:`number`.
+        """
+        settings = replace(self.settings, decode_host=decode_host)
+        return replace(self, request_id=request_id, settings=settings, number=number)
 
     def request(
         self, hosts: HostGroup, files: Sequence[Any], prompt: TokenizedPrompt | None = None
@@ -55,16 +79,16 @@ class WorkOrder:
             files: paths on this host, or other stand-ins for the order's files.
             prompt: the part of the question that this host has already read.
         """
+        settings = self.settings
+        if hosts.size == 1:  # the decode host, which answers it alone
+            settings = replace(settings, decode_host=0)
         return Request(
             build_question(self.question_fields, files),
             StageTimer(hosts),
-            positions="vllm" if self.hands_over else "transformers",
-            sampling=self.sampling,
-            num_wanted=self.sampling.require_max_new_tokens(),
+            settings,
             sink=StopFunction(lambda _: False),  # host 0 replaces its own
             has_checked_grammar=True,  # host 0 reads no other requests
             prompt=prompt,
-            decode_host=self.decode_host if hosts.size > 1 else 0,
         )
 
 
@@ -94,13 +118,12 @@ def _with_file(part: dict[str, Any], files: Sequence[Any]) -> dict[str, Any]:
 
 def encode_order(order: WorkOrder) -> bytes:
     """Encode an order for other hosts, in one line."""
-    return json.dumps(asdict(order)).encode()
+    return json.dumps({**asdict(order), "settings": order.settings.to_json()}).encode()
 
 
 def decode_order(data: bytes) -> WorkOrder:
     """Decode what :func:`encode_order` encoded."""
     record = json.loads(data)
-    sampling = record["sampling"]
-    sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
-    record["sampling"] = SamplingParams(**sampling)
+    record["settings"] = RequestSettings.from_json(record["settings"])
+    record["reply"] = ReplyOptions(**record["reply"])
     return WorkOrder(**record)

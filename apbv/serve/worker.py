@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 
 from ..decode.answer import finish_reason
 from ..errors import RequestCancelled, StorageError
@@ -222,11 +221,11 @@ class Worker:
     def _addressed_order(self, job: Job, output: JobOutput) -> WorkOrder:
         """Return a request's order, with its id, its decode host, and the number by which that
         names the output."""
-        order = replace(job.read.order, request_id=job.record.id)
-        if job.decode_host in (0, None):
-            return order
+        order = job.read.order
+        if job.decode_host is None or job.decode_host == 0:
+            return order.addressed(job.record.id)
         number = self._links_to_hosts.add(output)
-        return replace(order, decode_host=job.decode_host, number=number)
+        return order.addressed(job.record.id, job.decode_host, number)
 
     @property
     def _links_to_hosts(self) -> Links:
@@ -296,7 +295,7 @@ class Worker:
         output.kv_params = ticket.to_params()
         tokens = [offered.first_token]
         eos_token_ids = self._executor.engine.parts.eos_token_ids
-        reason = finish_reason(tokens, job.read.order.sampling, eos_token_ids)
+        reason = finish_reason(tokens, job.read.order.settings.sampling, eos_token_ids)
         if not stream.finish(tokens, [], reason):
             offers.drop(ticket.transfer)
 

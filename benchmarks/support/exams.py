@@ -35,7 +35,7 @@ from apbv import (
 from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.video import probe
 from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
@@ -223,7 +223,11 @@ def answer_greedily(
     """
     hosts.barrier()
     timer = StageTimer(hosts)
-    request = Request(Question(), timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
+    request = Request(
+        Question(),
+        timer,
+        RequestSettings(sampling=SamplingParams(max_new_tokens=max_new_tokens)),
+    )
 
     class PrefillOfInputs:
         """Stands for an engine's prefiller: the inputs are read already."""

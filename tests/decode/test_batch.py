@@ -11,7 +11,7 @@ from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.errors import ModelOutputError
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
@@ -66,7 +66,9 @@ def parts_of(family: str = "llama", eos: tuple[int, ...] = ()):
 def asked(state, sampling: SamplingParams = GREEDY, stop=None, **callbacks) -> Request:
     if stop is not None:
         callbacks["sink"] = StopFunction(stop)
-    return Request(Question(), StageTimer(state.kv.hosts), sampling=sampling, **callbacks)
+    return Request(
+        Question(), StageTimer(state.kv.hosts), RequestSettings(sampling=sampling), **callbacks
+    )
 
 
 def run(batch: Batch) -> None:

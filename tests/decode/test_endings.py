@@ -15,7 +15,7 @@ from apbv import (
 )
 from apbv.config import VideoConfig
 from apbv.decode.answer import Answer
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 QUESTION = "name the letters in order"
@@ -42,7 +42,7 @@ def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
 def asked(engine: Engine, **sampling):
     by = SamplingParams(max_new_tokens=MOST, **sampling)
     return engine.answer(
-        Request(Question(QUESTION, **VIDEO), StageTimer(engine.hosts), sampling=by)
+        Request(Question(QUESTION, **VIDEO), StageTimer(engine.hosts), RequestSettings(sampling=by))
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, SamplingParams
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 from pairs import each_choice
@@ -148,7 +148,9 @@ def test_the_server_takes_the_temperature_too(checkpoints, tmp_path):
                 sampling = SamplingParams(
                     **meant | {name: max(value, 0) for name, value in more.items()}
                 )
-                request = Request(question, StageTimer(engine.hosts), sampling=sampling)
+                request = Request(
+                    question, StageTimer(engine.hosts), RequestSettings(sampling=sampling)
+                )
                 assert choice["token_ids"] == engine.answer(request).token_ids, (options, more)
 
 

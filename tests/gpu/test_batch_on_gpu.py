@@ -6,7 +6,7 @@ import pytest
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.sink import StopFunction
 from apbv.model.attention import apbv_attention
 from apbv.stats import StageTimer
@@ -52,13 +52,13 @@ def together(engine: Engine, clip, gpu) -> list[list[int]]:
                 by = SAMPLINGS[len(members)]
                 count = LENGTHS[len(members)]
                 stop = StopFunction(lambda tokens, count=count: len(tokens) == count)
-                ends = {"sampling": by, "sink": stop}
+                settings = RequestSettings(sampling=by)
                 members.append(
                     batch.join(
                         begin_answer(
                             engine.parts,
                             state,
-                            Request(Question(), StageTimer(engine.hosts), **ends),
+                            Request(Question(), StageTimer(engine.hosts), settings, sink=stop),
                         )
                     )
                 )

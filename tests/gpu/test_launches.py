@@ -15,7 +15,7 @@ from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
 from apbv.hosts import Pending
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.parts import inspect_model
 
 from answers import answer_by, decoder_behind
@@ -122,7 +122,11 @@ def batch_events(layers: int, temperature: float) -> Events:
         for _ in range(ANSWERS):
             batch.join(
                 begin_answer(
-                    parts, state, Request(Question(), state.timer, sampling=_sampling(temperature))
+                    parts,
+                    state,
+                    Request(
+                        Question(), state.timer, RequestSettings(sampling=_sampling(temperature))
+                    ),
                 )
             )
         while len(batch):

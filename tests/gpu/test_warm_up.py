@@ -8,7 +8,7 @@ import pytest
 from apbv import HostGroup, SamplingParams
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.attention import apbv_attention
 
 from pretend_gpu import rehearsal
@@ -30,7 +30,11 @@ def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
                 begin_answer(
                     engine.parts,
                     state,
-                    Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4)),
+                    Request(
+                        Question(),
+                        state.timer,
+                        RequestSettings(sampling=SamplingParams(max_new_tokens=4)),
+                    ),
                 )
             )
             with apbv_attention(engine.parts.language_model):

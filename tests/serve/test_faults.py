@@ -15,6 +15,7 @@ from apbv.config import SamplingParams
 from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.errors import StorageError
+from apbv.input.request import RequestSettings
 from apbv.kv.offers import Offers
 from apbv.serve.answer_stream import AnswerStream
 from apbv.serve.decode_thread import DecodeThread
@@ -160,7 +161,12 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
     # Long enough for both hosts.
     content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]
     asked = {"messages": [{"role": "user", "content": content}], "num_frames": 32}
-    order = WorkOrder(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
+    order = WorkOrder(
+        question_fields=asked,
+        files=["clip"],
+        settings=RequestSettings(sampling=SamplingParams(max_new_tokens=1), positions="vllm"),
+        hands_over=True,
+    )
     with Offers(hosts) as offers:
         carried_out = Executor(engine, hosts, offers)
         for name, fails, where in FAILING:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from apbv.config import SamplingParams
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.kv.facts import digest_of_tokens
 from apbv.kv.ticket import Ticket
 from apbv.serve.job import Job, Piece
@@ -39,7 +39,9 @@ def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
     whole = complete(app, **fields)
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
     request = Request(
-        Question(token_ids=prompt_ids), StageTimer(app.engine.hosts), sampling=sampling
+        Question(token_ids=prompt_ids),
+        StageTimer(app.engine.hosts),
+        RequestSettings(sampling=sampling),
     )
     expected = app.engine.answer(request)
     (choice,) = whole["choices"]
@@ -171,7 +173,7 @@ def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to
         request = body.parse(json.dumps(asked).encode())
         with ExitStack() as stack:
             order = handing_over.worker.reader.read(request, stack).order
-        chosen = order.sampling
+        chosen = order.settings.sampling
         assert (order.hands_over, chosen.max_new_tokens, chosen.min_tokens, chosen.seed) == (
             True,
             1,

@@ -10,6 +10,7 @@ import pytest
 from apbv.config import SamplingParams
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
+from apbv.input.request import RequestSettings
 from apbv.kv.cache import GROWTH_ROWS
 from apbv.serve.job import Job
 from apbv.serve.metrics import Metrics
@@ -44,7 +45,12 @@ def ready(
 ) -> Job:
     job = new_job()
     scheduler.admit(job)
-    order = WorkOrder({}, [], SamplingParams(max_new_tokens=answer), hands_over)
+    order = WorkOrder(
+        question_fields={},
+        files=[],
+        settings=RequestSettings(sampling=SamplingParams(max_new_tokens=answer)),
+        hands_over=hands_over,
+    )
     job.read = ReadyRequest(order, prompt, [*media], CompletionRequest(prompt="x"))
     scheduler.make_ready(job)
     return job
@@ -253,7 +259,11 @@ def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_g
 def test_what_counts_is_what_buffers_take(app):
     engine = app.engine
     limits = limits_of(engine, ServerSettings(max_kv_bytes=2**30))
-    order = WorkOrder({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    order = WorkOrder(
+        question_fields={"prompt": "x"},
+        files=[],
+        settings=RequestSettings(sampling=SamplingParams(max_new_tokens=300, ignore_eos=True)),
+    )
     state = engine.prefill("x" * 40)
     taken = []
     batch = Batch(engine.parts)

@@ -12,14 +12,15 @@ import openai
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, SamplingParams
+from apbv import Engine, HostGroup
 from apbv.grammar import Grammars, quoted
+from apbv.input.request import RequestSettings
 from apbv.serve.answer_stream import AnswerStream
 from apbv.serve.job import Piece
 from apbv.serve.request_reader import Reader
 from apbv.serve.thoughts import CLOSING_TAGS, opened_thought
 from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
-from apbv.serve.work_order import WorkOrder
+from apbv.serve.work_order import ReplyOptions, WorkOrder
 
 import families
 from servers import HAND_OVER, InProcess, chunks, part, post, text
@@ -303,7 +304,12 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
         output = SimpleNamespace(
             is_cancelled=False, add_tokens=lambda choice, num_tokens, piece: pieces.append(piece)
         )
-        order = WorkOrder({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
+        order = WorkOrder(
+            question_fields={},
+            files=[],
+            settings=RequestSettings(),
+            reply=ReplyOptions(streams=True, shown_token_ids=shown),
+        )
         stream = AnswerStream(output, order, tokenizer.decode)
         for number in range(1, len(calls) + 1):
             stream.take(calls[:number], [])

@@ -10,7 +10,7 @@ import pytest
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
 from apbv.errors import InvalidConfigError
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.prefilling.reduction.choosing import keep_even
 from apbv.stats import StageTimer
 
@@ -192,7 +192,11 @@ def test_the_draft_sees_what_was_asked_for(clip):
         engine = build_engine(hosts, "qwen2_5_vl", "gathered", config, 1)
         asked = Question(QUESTION, str(clip), num_frames=12)
         draft = engine.begin(
-            Request(asked, StageTimer(hosts), sampling=SamplingParams(max_new_tokens=2))
+            Request(
+                asked,
+                StageTimer(hosts),
+                RequestSettings(sampling=SamplingParams(max_new_tokens=2)),
+            )
         ).draft
         kept[keep, ratio] = set(draft.kept.tolist())
         assert len(kept[keep, ratio]) == round(36 * ratio)

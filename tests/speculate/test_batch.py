@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.decode.answer import begin_answer
-from apbv.input.request import Question, Request
+from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
@@ -147,7 +147,7 @@ def alone(kind: str, number: int, sampling: SamplingParams) -> list[int]:
 def asked(sampling: SamplingParams, stop=None, **callbacks) -> Request:
     if stop is not None:
         callbacks["sink"] = StopFunction(stop)
-    return Request(Question(), StageTimer(HOSTS), sampling=sampling, **callbacks)
+    return Request(Question(), StageTimer(HOSTS), RequestSettings(sampling=sampling), **callbacks)
 
 
 def out_of_memory(*_):
