@@ -28,11 +28,12 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModel, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
-from apbv.model.fused import fused_forwards, with_forwards
+from apbv.model.attention import apbv_attention
+from apbv.model.fused import ElementwiseKernels, fused_stand_ins, with_stand_ins
 from apbv.model.linear_attention import with_linear_attention
 from apbv.model.parts import DecoderSizes
 
@@ -93,8 +94,8 @@ def _is_view(func) -> bool:
 # Calls that read and write what attention and fused kernels do.
 
 
-def _no_attention(layer, q: torch.Tensor, *states, **options) -> tuple[torch.Tensor, None]:
-    return q.transpose(1, 2), None
+def _no_attention(q: torch.Tensor, *states_and_scale) -> torch.Tensor:
+    return q
 
 
 def _norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -110,10 +111,10 @@ def _rotated(
 class _NoRule:
     """Reads and writes what linear attention does."""
 
-    def convolve(self, layer, mixed, width, function) -> torch.Tensor:
+    def convolve(self, layer, mixed, convolution) -> torch.Tensor:
         return mixed.clone()
 
-    def attend(self, layer, inputs, function) -> torch.Tensor:
+    def attend(self, layer, inputs, rule) -> torch.Tensor:
         inputs[0].sum()
         inputs[1].sum()
         return inputs[2].clone()
@@ -142,30 +143,29 @@ def _bytes_of_layers(
     config: PreTrainedConfig, num_layers: int, num_rows: int, is_fused: bool
 ) -> int:
     """Count the element-wise bytes of a whole decoder with a number of layers."""
-    AttentionInterface.register("no_attention", _no_attention)
     text_config = copy.deepcopy(config.get_text_config())
     text_config.num_hidden_layers = num_layers
-    text_config._attn_implementation = "no_attention"
     with torch.device("meta"), Traffic() as traffic:
         model = AutoModel.from_config(text_config, dtype=torch.bfloat16)
         if is_fused:
-            model = with_forwards(model, fused_forwards(model, _norm, torch.mul, _rotated))
+            kernels = ElementwiseKernels(_norm, torch.mul, _rotated)
+            model = with_stand_ins(model, fused_stand_ins(model), kernels=kernels)
         options = {}
         if DecoderSizes.from_config(config).linear is not None:
             model = with_linear_attention(model)
             options["linear"] = _NoRule()
         rows = torch.empty(1, num_rows, text_config.hidden_size, dtype=torch.bfloat16)
         places = torch.arange(num_rows)[None]
-        mask = torch.empty(1, 1, 1, 1)
         # What making them has moved does not count.
         traffic.bytes.clear()
-        model(
-            inputs_embeds=rows,
-            attention_mask=mask,
-            position_ids=places,
-            use_cache=False,
-            **options,
-        )
+        with apbv_attention(model):
+            model(
+                inputs_embeds=rows,
+                position_ids=places,
+                use_cache=False,
+                apbv=_no_attention,
+                **options,
+            )
     return sum(count for name, count in traffic.bytes.items() if name not in _PRODUCTS)
 
 

@@ -11,9 +11,9 @@ from ..hosts import HostGroup
 from ..kv.cache import ShardedCache, growing_layers, keep_of_last, kv_layers, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
+from ..model.forward import LayerRows, run_layers
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
-from ..versions import CACHE_ARGUMENT
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
@@ -36,19 +36,9 @@ def forward(
         last_only: compute only the last token's logits, ``[1, V]``.
         states: those of a hybrid's linear attention, which go on to the last of these tokens.
     """
-    position_ids = positions[None]
-    if parts.uses_mrope:
-        position_ids = position_ids.expand(3, -1, -1)
-    extra = {} if states is None else {"linear": states}
+    rows = LayerRows(parts.embed_tokens(ids[None]), positions[None])
     with apbv_attention(parts.language_model):
-        hidden = parts.language_model(
-            inputs_embeds=parts.embed_tokens(ids[None]),
-            position_ids=position_ids,
-            use_cache=cache is not None,
-            apbv=attention,
-            **{CACHE_ARGUMENT: cache},
-            **extra,
-        ).last_hidden_state
+        hidden = run_layers(parts, rows, cache, attention, linear=states)
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 
 

@@ -4,7 +4,7 @@ Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token
 one host; within a host, rows are in token order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -318,7 +318,7 @@ class ShardedCache(Cache):
         layout: which tokens each host owns.
         host: this host's index.
         keep_query: False if the query runs in a later forward pass, which then appends its KV.
-        decode_host: the host that :meth:`gather_behind_each` sends the KV to.
+        decode_host: the host that :meth:`gather_by_layer` sends the KV to.
 
     Attributes:
         shards: its layers.
@@ -405,23 +405,15 @@ class ShardedCache(Cache):
             gather = self._start_gather(hosts, to_host, releases)
         return gather.finish()
 
-    def gather_behind_each(
-        self, attention: Callable[..., Tensor], hosts: HostGroup
-    ) -> Callable[..., Tensor]:
-        """Wrap an attention so that each layer's KV is then sent to its decode host.
+    def gather_by_layer(self, hosts: HostGroup) -> "LayerGather":
+        """Begin to send the KV to its decode host, layer by layer in a forward pass; collective.
 
-        It serves one forward pass over all layers, on every host; :meth:`gather` waits for the last
-        transfer. The transfers overlap with the layers' MLPs, when there is no other communication.
+        The pass calls :meth:`LayerGather.send_next` as soon as a layer's KV is complete, behind its
+        attention: the transfer then overlaps with the layer's MLP, when there is no other
+        communication. :meth:`gather` waits for the last transfer.
         """
-        gather = self._start_gather(hosts, self.decode_host, releases=True)
-        self._gather = gather
-
-        def attend(*args, **kwargs) -> Tensor:
-            out = attention(*args, **kwargs)
-            gather.send_next()
-            return out
-
-        return attend
+        self._gather = self._start_gather(hosts, self.decode_host, releases=True)
+        return self._gather
 
     def _start_gather(self, hosts: HostGroup, to_host: int, releases: bool) -> "LayerGather":
         spans = [self.owned_spans(host) for host in range(hosts.size)]

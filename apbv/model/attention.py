@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..hosts import HostGroup
@@ -46,7 +46,7 @@ class LayerAttention(Protocol):
         """
 
 
-def _attention(
+def attend(
     module: Any,  # a layer's attention, of transformers
     query: Tensor,
     key: Tensor,
@@ -58,7 +58,11 @@ def _attention(
     apbv: LayerAttention | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
+    """Attend as transformers' attention functions do: return (``[B, S, Hq, D]`` contiguous, None).
+
+    Raises:
+        UnsupportedModelError: the module asks for something else than plain causal attention.
+    """
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
@@ -77,23 +81,24 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_NAME, _attention)
+AttentionInterface.register(_NAME, attend)
+
+
+def is_in_force(config: PreTrainedConfig) -> bool:
+    """Return whether the modules of a config have apbv's attention."""
+    return config._attn_implementation == _NAME
 
 
 @contextmanager
-def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
+def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
     """Use apbv's attention in the language model, not its vision tower; restored even on errors.
 
     Not by set_attn_implementation, which takes half a millisecond, and could reject what was in
     force before.
-
-    Args:
-        implementation: another attention, which the model has had before: what its config said
-            then.
     """
     config = language_model.config
     before = config._attn_implementation
-    config._attn_implementation = implementation
+    config._attn_implementation = _NAME
     try:
         yield
     finally:
@@ -133,6 +138,48 @@ class NewTokenAttention:
             out, _ = state
             return out
         return gather_and_merge([state], self.hosts, self.backend).wait()
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """Attention of a whole prompt's tokens to those up to themselves, in one process.
+
+    Attributes:
+        backend: what computes it, as in :class:`apbv.PrefillConfig`.
+    """
+
+    backend: str = "auto"
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        out, _ = segmented_attention(q, [(k, v)], scale, causal_last=True, backend=self.backend)
+        return out
+
+
+@dataclass(frozen=True)
+class PaddedAttention:
+    """Attention of new tokens of several sequences that are padded on the left in one cache.
+
+    Attributes:
+        backend: what computes it, as in :class:`apbv.PrefillConfig`.
+        starts: the first row of each sequence in the cache.
+    """
+
+    backend: str
+    starts: Sequence[int]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        outs = []
+        for number, start in enumerate(self.starts):
+            of_sequence = slice(number, number + 1)
+            out, _ = verify_attention(
+                q[of_sequence],
+                k[of_sequence, :, start:],
+                v[of_sequence, :, start:],
+                scale,
+                backend=self.backend,
+            )
+            outs.append(out)
+        return torch.cat(outs)
 
 
 class BatchAttention:

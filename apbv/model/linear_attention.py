@@ -2,36 +2,38 @@
 
 A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token.
 The other keeps a state of constant size: a matrix per head, and the last inputs of a short
-convolution. It calls two functions by name, the convolution and the rule that turns states into
-outputs; transformers takes them from causal-conv1d and flash-linear-attention where these are
-installed. Here such a layer runs its own code with two others in their place, which call these for
-one run of tokens at a time. The keyword ``linear`` of the decoder's forward, which transformers
-passes down to every layer, decides what they do: nothing is global, and no modeling code is copied.
+convolution. Here such a layer is computed by :class:`GatedDeltaNet`, with the model's weights. It
+leaves the convolution and the rule that turns states into outputs to the keyword ``linear`` of the
+decoder's layers, which a forward pass gives; their functions are transformers' own, which takes
+them from causal-conv1d and flash-linear-attention where these are installed.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import UnsupportedModelError
-from .fused import with_forwards, with_globals
+from .fused import StandIn, become
 from .modules import decoder_layers
 
 Decoder = TypeVar("Decoder", bound=nn.Module)
 
-_CONVOLUTION = "causal_conv1d_fn"
-_RULE = "torch_chunk_gated_delta_rule"
-# [1, C, T] before and after; and q, k, v, g, beta [1, T, H, ...], initial_state=None,
-# output_final_state=False to (out [1, T, Hv, Dv], final state [1, Hv, Dk, Dv] or None)
-Convolution = Callable[[Tensor], Tensor]
-Rule = Callable[..., tuple[Tensor, Tensor | None]]
+# transformers' functions that :class:`GatedDeltaNet` calls, in the file of every such model.
+_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
 
 
 class LinearStates(Cache):
@@ -102,6 +104,23 @@ class LinearStates(Cache):
         self.update_conv_state(inputs, index)
         self.update_recurrent_state(state, index)
 
+    def convolve(self, layer: int, mixed: Tensor, convolution: "Convolution") -> Tensor:
+        """Convolve new tokens ``[1, C, S]``; see :class:`LinearAttention`."""
+        count = mixed.shape[2]
+        state = self.get_conv_state(layer, state_idx=0)
+        if state is not None and count == 1 and not self.is_recording_past(layer):
+            return convolution.step(mixed, state)
+        inputs = self.update_conv_state(mixed, layer, conv_kernel_size=convolution.width)
+        return convolution(inputs)[:, :, -count:]
+
+    def attend(self, layer: int, inputs: tuple[Tensor, ...], rule: "Rule") -> Tensor:
+        """Apply the rule to new tokens; see :class:`LinearAttention`."""
+        count = inputs[0].shape[1]
+        state = self.get_recurrent_state(layer, state_idx=0)
+        out, state = rule(inputs, state, steps=state is not None and count == 1)
+        self.update_recurrent_state(state, layer)
+        return out
+
     @property
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
         """The states of every layer, once they are put."""
@@ -116,24 +135,185 @@ class LinearStates(Cache):
 
 
 class LinearAttention(Protocol):
-    """Replacement of the two functions of the linear attention layers during one forward pass."""
+    """What computes the convolution and the rule of linear attention layers in a forward pass."""
 
-    def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
+    def convolve(self, layer: int, mixed: Tensor, convolution: "Convolution") -> Tensor:
         """Convolve the inputs ``[1, C, S]`` of a layer.
 
         Args:
-            width: K, of the convolution.
-            function: the convolution, for one sequence.
+            layer: the layer's number among those with linear attention.
+            convolution: the layer's, for one sequence.
         """
 
-    def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
+    def attend(self, layer: int, inputs: tuple[Tensor, ...], rule: "Rule") -> Tensor:
         """Return a layer's output ``[1, S, Hv, Dv]``.
 
         Args:
+            layer: the layer's number among those with linear attention.
             inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta
                 ``[1, S, Hv]``.
-            function: the rule, for one sequence.
+            rule: the layer's, for one sequence.
         """
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The short causal convolution of a layer; called with ``[1, C, T]`` it returns as many.
+
+    Attributes:
+        weight: ``[C, K]``.
+        bias: ``[C]`` or None.
+        activation: what follows it.
+        function: transformers', of a sequence.
+        step_function: transformers', of one more token, which also moves the state on.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str
+    function: Callable[..., Tensor]
+    step_function: Callable[..., Tensor]
+
+    @property
+    def width(self) -> int:
+        """K, the number of inputs that an output depends on."""
+        return self.weight.shape[-1]
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.function(inputs, self.weight, self.bias, activation=self.activation)
+
+    def step(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """Convolve one token ``[1, C, 1]``, and move the state ``[1, C, K]`` on in place."""
+        return self.step_function(inputs, state, self.weight, self.bias, self.activation)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The gated delta rule, over a sequence with queries and keys of unit length.
+
+    Attributes:
+        function: transformers', of a sequence, in chunks.
+        step_function: transformers', of one token after another.
+    """
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    step_function: Callable[..., tuple[Tensor, Tensor]]
+
+    def __call__(
+        self, inputs: Sequence[Tensor], state: Tensor | None, *, steps: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the rule.
+
+        Args:
+            inputs: q, k, v, g and beta, as in :meth:`LinearAttention.attend`.
+            state: the state before, ``[1, Hv, Dk, Dv]``; None: zeros.
+            steps: whether to take one token after another.
+
+        Returns:
+            The output ``[1, S, Hv, Dv]``, and the state after the last token.
+        """
+        q, k, v, g, beta = inputs
+        function = self.step_function if steps else self.function
+        return function(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+
+
+class GatedDeltaNet(StandIn):
+    """Linear attention of Qwen3-Next and Qwen3.5, whose forward pass is told how to go on.
+
+    Its convolution and its rule are computed by the keyword ``linear`` of the decoder's layers, in
+    which its functions may be applied to one run of tokens at a time.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    value_dim: int
+    activation: str
+    layer_idx: int
+    conv1d: nn.Conv1d
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: nn.Module
+    out_proj: nn.Module
+    in_proj_qkv: nn.Module  # of Qwen3.5
+    in_proj_z: nn.Module
+    in_proj_b: nn.Module
+    in_proj_a: nn.Module
+    in_proj_qkvz: nn.Module  # of Qwen3-Next
+    in_proj_ba: nn.Module
+    functions_module: str
+
+    def forward(self, hidden_states: Tensor, *args, linear: LinearAttention, **kwargs) -> Tensor:
+        batch, num_rows, _ = hidden_states.shape
+        functions = sys.modules[self.functions_module]
+        mixed, z, b, a = self._projected(hidden_states)
+
+        # Convolve.
+        convolution = Convolution(
+            weight=self.conv1d.weight.squeeze(1),
+            bias=self.conv1d.bias,
+            activation=self.activation,
+            function=functions.causal_conv1d_fn,
+            step_function=functions.causal_conv1d_update,
+        )
+        mixed = linear.convolve(self.layer_idx, mixed.transpose(1, 2), convolution)
+        widths = [self.key_dim, self.key_dim, self.value_dim]
+        q, k, v = mixed.transpose(1, 2).split(widths, dim=-1)
+        q = q.reshape(batch, num_rows, -1, self.head_k_dim)
+        k = k.reshape(batch, num_rows, -1, self.head_k_dim)
+        v = v.reshape(batch, num_rows, -1, self.head_v_dim)
+
+        # Apply the rule.
+        beta = b.sigmoid()
+        # In fp32: the exponential of A may not be finite in fp16.
+        decay = -self.A_log.float().exp() * functional.softplus(a.float() + self.dt_bias)
+        rule = Rule(
+            functions.torch_chunk_gated_delta_rule, functions.torch_recurrent_gated_delta_rule
+        )
+        out = linear.attend(self.layer_idx, (q, k, v, decay, beta), rule)
+
+        # Gate and project.
+        out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+        return self.out_proj(out.reshape(batch, num_rows, -1))
+
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the convolution's input ``[B, S, C]``, the gate ``[B, S, Hv, Dv]``, b and a.
+
+        The latter are ``[B, S, Hv]``.
+        """
+        batch, num_rows, _ = hidden_states.shape
+        if hasattr(self, "in_proj_qkv"):  # Qwen3.5
+            z = self.in_proj_z(hidden_states).reshape(batch, num_rows, -1, self.head_v_dim)
+            b = self.in_proj_b(hidden_states)
+            a = self.in_proj_a(hidden_states)
+            return self.in_proj_qkv(hidden_states), z, b, a
+        # Qwen3-Next: the columns of a key head stand together, with those of its value heads.
+        values_per_key = self.num_v_heads // self.num_k_heads
+        value_width = values_per_key * self.head_v_dim
+        qkvz = self.in_proj_qkvz(hidden_states).view(batch, num_rows, self.num_k_heads, -1)
+        q, k, v, z = qkvz.split(
+            [self.head_k_dim, self.head_k_dim, value_width, value_width], dim=-1
+        )
+        ba = self.in_proj_ba(hidden_states).view(batch, num_rows, self.num_k_heads, -1)
+        b, a = ba.split([values_per_key, values_per_key], dim=-1)
+        flat = [states.reshape(batch, num_rows, -1) for states in (q, k, v)]
+        return (
+            torch.cat(flat, dim=-1),
+            z.reshape(batch, num_rows, -1, self.head_v_dim),
+            b.reshape(batch, num_rows, self.num_v_heads),
+            a.reshape(batch, num_rows, self.num_v_heads),
+        )
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -144,63 +324,38 @@ def is_linear(layer: nn.Module) -> bool:
 def with_linear_attention(decoder: Decoder) -> Decoder:
     """Return a hybrid's decoder, with the same weights, whose linear layers take ``linear``.
 
-    This keyword is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`.
-    Layers of attention are numbered among themselves, like the layers of the KV cache, and so are
-    the linear ones.
+    This keyword is :class:`LinearStates`, which new tokens continue, or another
+    :class:`LinearAttention`. Layers of attention are numbered among themselves, like the layers of
+    the KV cache, and so are the linear ones.
 
     Raises:
-        UnsupportedModelError: its layers do not call the two functions that can be replaced.
+        UnsupportedModelError: a linear layer is of another kind than :class:`GatedDeltaNet`.
     """
-    own_layers = decoder_layers(decoder)
-    kinds = {type(layer.get_submodule("linear_attn")) for layer in own_layers if is_linear(layer)}
-    decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
     next_number = {"linear_attn": 0, "self_attn": 0}
     layers = []
     for own_layer in decoder_layers(decoder):
         layer = copy.copy(own_layer)
         name = "linear_attn" if is_linear(layer) else "self_attn"
         mixer: Any = copy.copy(layer.get_submodule(name))
+        if is_linear(layer):
+            module = type(mixer).__module__
+            _require_functions(type(mixer), sys.modules[module])
+            become(mixer, GatedDeltaNet, functions_module=module)
         mixer.layer_idx = next_number[name]
         next_number[name] += 1
         layer._modules = {**layer._modules, name: mixer}
         layers.append(layer)
+    decoder = copy.copy(decoder)
     decoder._modules = {**decoder._modules, "layers": nn.ModuleList(layers)}
     return decoder
 
 
-def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
-    own_forward = kind.forward
-    names = unwrap(own_forward).__globals__
-    if not {_CONVOLUTION, _RULE} <= set(unwrap(own_forward).__code__.co_names):
+def _require_functions(kind: type[nn.Module], module: Any) -> None:
+    """Reject a linear attention whose own forward calls other functions than the stand-in's."""
+    called = unwrap(kind.forward).__code__.co_names
+    missing = [name for name in _FUNCTIONS if name not in called or not hasattr(module, name)]
+    if missing:
         raise UnsupportedModelError(
-            f"{kind.__name__} of this transformers release calls other functions than {_RULE}"
+            f"{kind.__name__} of this transformers release calls other functions than "
+            f"{', '.join(missing)}"
         )
-
-    def convolve(
-        mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs
-    ) -> Tensor:
-        linear, layer = replaced
-        convolution = names[_CONVOLUTION]
-
-        def convolve_sequence(x: Tensor) -> Tensor:
-            return convolution(x, weight, *args, **kwargs)
-
-        return linear.convolve(layer, mixed, weight.shape[-1], convolve_sequence)
-
-    def attend(query, key, value, g, beta, *, replaced: tuple[LinearAttention, int], **kwargs):
-        linear, layer = replaced
-        kwargs.pop("initial_state")
-        kwargs.pop("output_final_state")
-        rule = partial(names[_RULE], **kwargs)
-        return linear.attend(layer, (query, key, value, g, beta), rule), None
-
-    in_runs = with_globals(own_forward, {_CONVOLUTION: convolve, _RULE: attend})
-
-    def forward(
-        self, hidden_states: Tensor, *args, linear: LinearStates | LinearAttention, **kwargs
-    ) -> Tensor:
-        if isinstance(linear, LinearStates):
-            return own_forward(self, hidden_states, linear)
-        return in_runs(self, hidden_states, replaced=(linear, self.layer_idx))
-
-    return forward

@@ -70,8 +70,6 @@ class LinearSizes:
         key_heads, value_heads: the heads of q and k, and of v and the state.
         key_dim, value_dim: Dk and Dv, the widths of these.
         kernel: K, the inputs of the short convolution.
-        is_joint: whether one projection gives q, k, v and the gate, and is thus in memory as long
-            as any of them.
     """
 
     layers: tuple[int, ...]
@@ -80,7 +78,6 @@ class LinearSizes:
     key_dim: int
     value_dim: int
     kernel: int
-    is_joint: bool = False
 
     @property
     def channels(self) -> int:
@@ -122,7 +119,6 @@ class LinearSizes:
             key_dim=text.linear_key_head_dim,
             value_dim=text.linear_value_head_dim,
             kernel=text.linear_conv_kernel_dim,
-            is_joint=text.model_type == "qwen3_next",
         )
 
 

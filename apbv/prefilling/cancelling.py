@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from ..errors import RequestCancelled
 from ..hosts import HostGroup
-from ..model.attention import LayerAttention
+from ..model.forward import LayerRows, LayerStep
 
 Stop = Callable[[], bool]
 
@@ -34,11 +32,12 @@ def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
         raise RequestCancelled from error
 
 
-def asking_before_each(attention: LayerAttention, hosts: HostGroup, stop: Stop) -> LayerAttention:
-    """Wrap an attention so that it checks for cancellation before each layer."""
+class CancelBetweenLayers(LayerStep):
+    """Asks before each layer whether to cancel; see :func:`require_going_on`."""
 
-    def asking(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        require_going_on(hosts, stop)
-        return attention(q, k, v, scale, layer)
+    def __init__(self, hosts: HostGroup, stop: Stop):
+        self._hosts = hosts
+        self._stop = stop
 
-    return asking
+    def before(self, layer: int, rows: LayerRows) -> None:
+        require_going_on(self._hosts, self._stop)

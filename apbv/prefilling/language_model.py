@@ -1,22 +1,21 @@
 """Runs the unmodified language model on a host's tokens of a prompt, and keeps their KV."""
 
 from collections.abc import Sequence
-from threading import get_ident
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
-from ..kv.cache import ShardedCache
-from ..model.attention import NewTokenAttention
+from ..kv.cache import LayerGather, ShardedCache
+from ..model.attention import LayerAttention, NewTokenAttention
+from ..model.forward import LayerRows, LayerStep, run_layers
 from ..model.linear_attention import LinearStates
-from ..model.modules import decoder_layers
 from ..model.parts import ModelParts
-from ..versions import CACHE_ARGUMENT
-from .cancelling import Stop, asking_before_each, require_going_on
+from .cancelling import CancelBetweenLayers, Stop, require_going_on
 from .placeholder_exchange import PlaceholderRows
-from .prefill_observer import PrefillObserver, SplitPrompt, observed_by
+from .prefill_observer import ObservedPass, PrefillObserver, SplitPrompt
 from .split_linear_attention import SplitLinearAttention
 
 
@@ -48,10 +47,9 @@ def run_language_model(
     method = prompt.method
     hosts = prompt.hosts
     layout = prompt.layout
-    decoder = parts.language_model
     local = prompt.local
     if len(local) == 0:  # host 0 computes the prompt alone
-        for _ in cache.layers:
+        for _ in range(parts.sizes.layers):
             require_going_on(hosts, stop)
         if observer is not None:
             observer.on_nothing()
@@ -61,73 +59,71 @@ def run_language_model(
         for layer in cache.shards:
             layer.hold(empty, empty)
         return None
-    merged, extra = visual.merge_into(parts, inputs.input_ids[:, local])
-    embeds = [merged]
-    del merged  # the list has the only reference, see _run
-    if states is not None:
-        extra["linear"] = SplitLinearAttention(layout, hosts, states, not method.separate_query)
+
+    # The input of the first layer.
     positions = inputs.position_ids[..., local]
     if layout.anchor_copy:
         _move_copy(positions, inputs.position_ids, layout.anchor_copy)
-    attention = asking_before_each(method, hosts, stop) if stop is not None else method
+    rows, added = visual.merge_into(parts, inputs.input_ids[:, local], positions)
+
+    # What happens between layers, and with each layer's attention.
+    steps: list[LayerStep] = []
+    if stop is not None:
+        steps.append(CancelBetweenLayers(hosts, stop))
+    observed = None
+    if observer is not None:
+        observed = ObservedPass(observer, prompt, has_question=not method.separate_query)
+        steps.append(observed)
+    steps += added
+    gather = None
     if method.gathers_by_layer(method.config) and hosts.size > 1 and layout.is_split:
-        attention = cache.gather_behind_each(attention, hosts)
+        gather = cache.gather_by_layer(hosts)
+    linear = None
+    if states is not None:
+        linear = SplitLinearAttention(layout, hosts, states, not method.separate_query)
+
     prompt_length = int(inputs.position_ids.max()) + 1
-    with (
-        parts.rotary_of_prompt(prompt_length),
-        observed_by(
-            observer, prompt, decoder, attention, has_question=not method.separate_query
-        ) as attention,
-    ):
-        hidden = _run(parts, embeds, positions, cache, apbv=attention, **extra)
+    with parts.rotary_of_prompt(prompt_length):
+        attention = _PrefillAttention(method, observed, gather)
+        hidden = run_layers(parts, rows, cache, attention, linear=linear, steps=steps)
     if not method.separate_query:
         return hidden
 
     # The question can see the whole context only now.
     question_ids = to_device(inputs.input_ids[:, inputs.query_start :], parts.device)
     positions = inputs.position_ids[..., inputs.query_start :]
-    extra = {} if states is None else {"linear": states}
-    attention = NewTokenAttention(parts.backend, hosts=hosts)
-    with (
-        parts.rotary_of_prompt(prompt_length),
-        observed_by(observer, prompt, decoder, attention, has_context=False) as attention,
-    ):
-        embeds = [parts.embed_tokens(question_ids)]
-        return _run(parts, embeds, positions, cache, apbv=attention, **extra)
+    rows = LayerRows(parts.embed_tokens(question_ids), to_device(positions, parts.device))
+    steps = []
+    observed = None
+    if observer is not None:
+        observed = ObservedPass(observer, prompt, has_context=False)
+        steps.append(observed)
+    with parts.rotary_of_prompt(prompt_length):
+        attention = _PrefillAttention(NewTokenAttention(parts.backend, hosts=hosts), observed)
+        return run_layers(parts, rows, cache, attention, linear=states, steps=steps)
 
 
-def _run(
-    parts: ModelParts, embeds: list[Tensor], positions: Tensor, cache: ShardedCache, **options
-) -> Tensor:
-    """Run the decoder, and return its output.
+@dataclass(frozen=True)
+class _PrefillAttention:
+    """The attention of one forward pass.
 
-    The first layer takes the input out of its list, so that it is freed after that layer. The
-    decoder itself, which would hold its input until its last layer has run, gets a tensor of the
-    same shape that takes no memory. Another thread, which may decode with the same model, is not
-    affected.
-
-    Args:
-        embeds: the input ``[1, S, d]``, as the only item of a list.
+    Attributes:
+        attention: computes it.
+        observed: looks on; None: nobody does.
+        gather: sends each layer's KV to the decode host; None: it stays.
     """
-    decoder = parts.language_model
-    thread = get_ident()
-    stand_in = embeds[0].new_empty(()).expand(embeds[0].shape)
 
-    def hand_over(layer, args: tuple) -> tuple:
-        if get_ident() != thread:
-            return args
-        return (embeds.pop(), *args[1:])
+    attention: LayerAttention
+    observed: ObservedPass | None = None
+    gather: LayerGather | None = None
 
-    hook = decoder_layers(decoder)[0].register_forward_pre_hook(hand_over, prepend=True)
-    options |= {
-        "position_ids": to_device(positions, parts.device),
-        "use_cache": True,
-        CACHE_ARGUMENT: cache,
-    }
-    try:
-        return decoder(inputs_embeds=stand_in, **options).last_hidden_state
-    finally:
-        hook.remove()
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        if self.observed is not None:
+            self.observed.on_attention(q, k, scale)
+        out = self.attention(q, k, v, scale, layer)
+        if self.gather is not None:
+            self.gather.send_next()
+        return out
 
 
 def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:

@@ -239,7 +239,7 @@ def _linear_attention(
 
     Residual and positions do not count.
 
-    As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it:
+    As :class:`.split_linear_attention.SplitLinearAttention` computes it:
     the maps of this host's blocks, then the blocks themselves, then the norm of all rows.
     """
     num_rows = sum(map(len, layout.local_spans(host)))
@@ -253,8 +253,6 @@ def _linear_attention(
     # All the time: the layer's input, the convolution's output, the gate, the layer's output; and
     # of every head two projections, beta, and the decay in fp32.
     row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (3 * itemsize + 4)
-    if sizes.is_joint:  # copies were cut out of the projections
-        row += (sizes.channels + values + 2 * sizes.value_heads) * itemsize
     # The convolution's last inputs before this layer's last rows, and after them.
     always = num_rows * row + nothing + 2 * sizes.last_inputs * itemsize
 

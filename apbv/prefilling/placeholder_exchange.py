@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..layout import ContextLayout
+from ..model.forward import AddedRows, LayerRows, LayerStep
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .cancelling import Stop
@@ -52,49 +52,40 @@ class PlaceholderRows:
     streams: list[Tensor] | None = None
     audio: Tensor | None = None
 
-    def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
+    def merge_into(
+        self, parts: ModelParts, input_ids: Tensor, positions: Tensor
+    ) -> tuple[LayerRows, list[LayerStep]]:
         """Embed local tokens, replacing placeholders by the rows, and drop the rows.
 
         Args:
             input_ids: ``[1, S]`` of this host's tokens, in CPU memory, so that a GPU need not be
                 waited for.
+            positions: the tokens' rotary positions, ``[1, S]`` or ``[3, 1, S]``.
 
         Returns:
-            Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
+            The input of the first layer, and the steps that add what deepstack adds after it.
         """
-        embeds = parts.embed_tokens(to_device(input_ids, parts.device))
+        device = parts.device
+        embeds = parts.embed_tokens(to_device(input_ids, device))
         streams = self.streams
         audio = self.audio
         self.streams = None
         self.audio = None
-        is_visual = parts.is_visual(input_ids)
         if audio is not None:
-            _write_rows(embeds, audio, parts.is_audio(input_ids))
-        if streams is None:
-            return embeds, {}
-        main, *deepstack = streams
-        _write_rows(embeds, main, is_visual)
-        if not deepstack:
-            return embeds, {}
-        return embeds, {
-            "visual_pos_masks": to_device(is_visual, parts.device),
-            "deepstack_visual_embeds": ReadOnce(deepstack),
-        }
+            embeds[0].index_copy_(0, _places(parts.is_audio(input_ids), device), audio)
+        steps: list[LayerStep] = []
+        if streams is not None:
+            main, *deepstack = streams
+            visual_places = _places(parts.is_visual(input_ids), device)
+            embeds[0].index_copy_(0, visual_places, main)
+            if deepstack:
+                steps.append(AddedRows(visual_places, deepstack))
+        return LayerRows(embeds, to_device(positions, device)), steps
 
 
-def _write_rows(embeds: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Write rows ``[rows, d]`` over embeddings ``[1, S, d]`` where ``mask`` ``[1, S]`` is true."""
-    places = mask[0].nonzero().flatten()
-    embeds[0].index_copy_(0, to_device(places, embeds.device), rows)
-
-
-class ReadOnce(list[Tensor | None]):
-    """List whose items are dropped once read, as by the layers that add them."""
-
-    def __getitem__(self, index: Any) -> Any:  # as a list's, though it is never read in slices
-        item = super().__getitem__(index)
-        self[index] = None
-        return item
+def _places(mask: Tensor, device: torch.device) -> Tensor:
+    """Return the places of a mask ``[1, S]`` in CPU memory that are true, on a device."""
+    return to_device(mask[0].nonzero().flatten(), device)
 
 
 @torch.no_grad()

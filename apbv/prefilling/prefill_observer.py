@@ -1,20 +1,17 @@
 """Observes the language model in a prefill: the question's attention, and hidden states."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..device_copy import numbers_in, to_device
 from ..hosts import HostGroup
 from ..layout import ContextLayout
-from ..model.attention import LayerAttention
-from ..model.modules import decoder_layers
+from ..model.forward import LayerRows, LayerStep
 from .methods import PrefillMethod
 
 
@@ -156,52 +153,44 @@ class PrefillObserver:
         return self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0)
 
 
-@contextmanager
-def observed_by(
-    observer: PrefillObserver | None,
-    prompt: SplitPrompt,
-    decoder: nn.Module,
-    attention: LayerAttention,
-    has_context: bool = True,
-    has_question: bool = True,
-) -> Iterator[LayerAttention]:
-    """Let an observer observe a forward pass; yield the attention to run it with.
+class ObservedPass(LayerStep):
+    """Shows an observer one forward pass.
 
-    A pass without context has only the question, and its attention gets the keys that this host
-    keeps.
+    Args:
+        has_context: whether the pass has the context's tokens. Without, it has only the question,
+            and its attention gets the keys that this host keeps.
+        has_question: whether the pass is the last one of the question's tokens.
     """
-    if observer is None:
-        yield attention
-        return
-    device = prompt.hosts.device
-    question = None
-    owned = None
-    if has_context:
-        owned = to_device(prompt.rows_of(prompt.owned[prompt.hosts.rank]), device)
-    if has_question and has_context:
-        question = to_device(prompt.rows_of(prompt.question), device)
-    elif has_question:
-        question = to_device(prompt.question - prompt.query_start, device)
 
-    def observed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        rows = torch.arange(k.shape[2], device=device) if owned is None else owned
-        observer.on_layer(q[:, :, question], k, scale, rows)
-        return attention(q, k, v, scale, layer)
+    def __init__(
+        self,
+        observer: PrefillObserver,
+        prompt: SplitPrompt,
+        has_context: bool = True,
+        has_question: bool = True,
+    ):
+        self._observer = observer
+        self._device = prompt.hosts.device
+        # The rows of the question, and of the tokens whose KV this host keeps.
+        self._question: Tensor | None = None
+        self._owned: Tensor | None = None
+        if has_context:
+            owned = prompt.rows_of(prompt.owned[prompt.hosts.rank])
+            self._owned = to_device(owned, self._device)
+        if has_question:
+            question = prompt.question
+            rows = prompt.rows_of(question) if has_context else question - prompt.query_start
+            self._question = to_device(rows, self._device)
 
-    thread = get_ident()
-    with ExitStack() as hooks:
-        for layer in observer.hidden_layers:
+    def before(self, layer: int, rows: LayerRows) -> None:
+        if layer in self._observer.hidden_layers:
+            self._observer.on_hidden(layer, rows.hidden[0], self._question, self._owned)
 
-            def observe(module, args, kwargs, layer=layer):
-                if get_ident() == thread:  # another may decode with the same model
-                    hidden = args[0] if args else kwargs["hidden_states"]
-                    observer.on_hidden(layer, hidden[0], question, owned)
-
-            hook = decoder_layers(decoder)[layer].register_forward_pre_hook(
-                observe, with_kwargs=True
-            )
-            hooks.callback(hook.remove)
-        if has_question and observer.wants_attention:
-            yield observed_attention
-        else:
-            yield attention
+    def on_attention(self, q: Tensor, k: Tensor, scale: float) -> None:
+        """Show the queries and keys of a layer, ``[1, H, S, D]``, if they are wanted."""
+        if self._question is None or not self._observer.wants_attention:
+            return
+        owned = self._owned
+        if owned is None:
+            owned = torch.arange(k.shape[2], device=self._device)
+        self._observer.on_layer(q[:, :, self._question], k, scale, owned)

@@ -75,18 +75,18 @@ class SplitLinearAttention:
             self._places = [place_of_block[block] for block in range(len(layout.blocks))]
         self._last_inputs: dict[int, Tensor] = {}
 
-    def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
+    def convolve(self, layer: int, mixed: Tensor, convolution: Convolution) -> Tensor:
         """Convolve this host's tokens in one layer.
 
         Args:
             mixed: ``[1, C, S]``, the layer's inputs.
-            width: K, how many inputs before a token the convolution takes.
-            function: convolves ``[1, C, K + S]``.
+            convolution: the layer's, which depends on K inputs up to a token's.
 
         Returns:
             ``[1, C, S]``.
         """
         # The K inputs before every run of rows.
+        width = convolution.width
         nothing = mixed.new_zeros(*mixed.shape[:2], width)
         runs = [(self._copy, nothing), (self._anchor, nothing)]
         before = _with_inputs(nothing, mixed, self._anchor)
@@ -105,20 +105,20 @@ class SplitLinearAttention:
         for rows, earlier in runs:
             for part in _parts(rows):
                 inputs = torch.cat([earlier, mixed[:, :, part.start : part.stop]], dim=2)
-                out[:, :, part.start : part.stop] = function(inputs)[:, :, width:]
+                out[:, :, part.start : part.stop] = convolution(inputs)[:, :, width:]
                 earlier = inputs[:, :, -width:]
         if self._keeps_query:
             before = _with_inputs(before, mixed, self._query)
         self._last_inputs[layer] = before
         return out
 
-    def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
+    def attend(self, layer: int, inputs: tuple[Tensor, ...], rule: Rule) -> Tensor:
         """Apply the rule to this host's tokens in one layer, and keep the last state.
 
         Args:
             inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta
                 ``[1, S, Hv]``.
-            function: the rule.
+            rule: the layer's.
 
         Returns:
             ``[1, S, Hv, Dv]``.
@@ -131,8 +131,8 @@ class SplitLinearAttention:
         nothing = torch.zeros(
             batch, num_heads, key_dim, value_dim, dtype=torch.float32, device=v.device
         )
-        run = partial(_run, inputs, function, out)
-        exchange = self._start_exchange(inputs, function, nothing)
+        run = partial(_run, inputs, rule, out)
+        exchange = self._start_exchange(inputs, rule, nothing)
         # While the maps are exchanged:
         run(self._copy, nothing)
         state = run(self._anchor, nothing)
@@ -149,7 +149,7 @@ class SplitLinearAttention:
         return out
 
     def _start_exchange(
-        self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor
+        self, inputs: tuple[Tensor, ...], rule: Rule, nothing: Tensor
     ) -> Pending[Tensor] | None:
         """Send the maps of this host's blocks to all hosts.
 
@@ -169,7 +169,7 @@ class SplitLinearAttention:
             maps.append(
                 _run(
                     (q, k, values, *gates),
-                    function,
+                    rule,
                     None,
                     rows,
                     torch.cat([nothing, identity], dim=3),
@@ -202,7 +202,7 @@ def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> N
 
 
 def _run(
-    inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor
+    inputs: Sequence[Tensor], rule: Rule, out: Tensor | None, rows: range, state: Tensor
 ) -> Tensor:
     """Apply the rule to some rows; return the state after them.
 
@@ -211,12 +211,8 @@ def _run(
         state: the state before them.
     """
     for part in _parts(rows):
-        q, k, v, g, beta = (states[:, part.start : part.stop] for states in inputs)
-        output, final_state = function(
-            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
-        )
-        assert final_state is not None  # it was asked for
-        state = final_state
+        inputs_of_part = [states[:, part.start : part.stop] for states in inputs]
+        output, state = rule(inputs_of_part, state)
         if out is not None:
             out[:, part.start : part.stop] = output
         del output  # before the next part is computed

@@ -14,12 +14,13 @@ from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
+from ..model.attention import CausalAttention, apbv_attention
+from ..model.forward import run_layers
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
 from ..prefilling.placeholder_exchange import PlaceholderRows
 from ..prefilling.result import PrefillResult
 from ..prefilling.row_exchange import move_rows
-from ..versions import CACHE_ARGUMENT
 from .drafters import Drafter, ModelDrafter
 
 
@@ -103,16 +104,13 @@ def run_prompt(
     """
     if merged is None:
         merged = PlaceholderRows()
-    embeds, extra = merged.merge_into(parts, input_ids)
     cache = DynamicCache()
-    with parts.rotary_of_prompt(int(position_ids.max()) + 1):
-        parts.language_model(
-            inputs_embeds=embeds,
-            position_ids=position_ids.to(parts.device),
-            use_cache=True,
-            **{CACHE_ARGUMENT: cache},
-            **extra,
-        )
+    rows, steps = merged.merge_into(parts, input_ids, position_ids)
+    with (
+        apbv_attention(parts.language_model),
+        parts.rotary_of_prompt(int(position_ids.max()) + 1),
+    ):
+        run_layers(parts, rows, cache, CausalAttention(parts.backend), steps=steps)
     return cache
 
 

@@ -17,12 +17,12 @@ from ..device_copy import to_device
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualItem
 from ..kv.cache import kv_layers
-from ..model.attention import apbv_attention
+from ..model.attention import PaddedAttention, apbv_attention
+from ..model.forward import LayerRows, run_layers
 from ..model.parts import ModelParts
 from ..prefilling.encode import encode_pooled
 from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
-from ..versions import CACHE_ARGUMENT
 from .draft import DraftTask, prefill_draft, run_prompt
 from .drafters import ModelDrafter
 
@@ -270,10 +270,8 @@ class EnsembleDrafter(ModelDrafter):
         self._positions = torch.tensor(positions, device=device)[:, None]
         lengths = [cache.get_seq_length() for cache in caches]
         longest = max(lengths)
-        padding = longest - torch.tensor(lengths, device=device)[:, None]
-        self._is_prompt = torch.arange(longest, device=device) >= padding  # [m, longest]
-        # Only the model's own attention knows of padding.
-        self._implementation = parts.language_model.config._attn_implementation
+        padding = [longest - length for length in lengths]
+        self._attention = PaddedAttention(parts.backend, padding)
         self._policy: AdaptedWeights | None = None
         if task.config.ensemble.endswith("*"):
             self._policy = AdaptedWeights(len(contexts))
@@ -324,17 +322,8 @@ class EnsembleDrafter(ModelDrafter):
         parts = self.parts
         count = len(tokens)
         input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
-        position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
-        if parts.uses_mrope:
-            position_ids = position_ids.expand(3, -1, -1)
-        # Tokens after the prompt have no padding.
-        is_token = functional.pad(self._is_prompt, (0, self._num_cached + count), value=True)
-        with apbv_attention(parts.language_model, self._implementation):
-            hidden = parts.language_model(
-                inputs_embeds=parts.embed_tokens(input_ids),
-                attention_mask=is_token.long(),
-                position_ids=position_ids,
-                use_cache=True,
-                **{CACHE_ARGUMENT: self.cache},
-            ).last_hidden_state
+        positions = self._positions + self._num_cached + torch.arange(count, device=parts.device)
+        rows = LayerRows(parts.embed_tokens(input_ids), positions)
+        with apbv_attention(parts.language_model):
+            hidden = run_layers(parts, rows, self.cache, self._attention)
         return parts.lm_head(hidden)[..., : self.vocab_size]

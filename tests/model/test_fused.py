@@ -10,6 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from apbv.kernels import triton_elementwise
 from apbv.kernels.backends import implementation
 from apbv.model import row_chunks
+from apbv.model.attention import CausalAttention, apbv_attention
+from apbv.model.forward import LayerRows, run_layers
 from apbv.model.linear_attention import LinearStates
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
@@ -29,13 +31,15 @@ def hidden_states(decoder, parts) -> torch.Tensor:
         1, TOKENS, parts.hidden_size, generator=torch.Generator().manual_seed(0)
     ).to(parts.dtype)
     places = torch.arange(TOKENS)[None]
+    if decoder is parts.language_model:
+        linear = None
+        if parts.sizes.linear is not None:
+            linear = LinearStates(parts.sizes.linear.layers)
+        with apbv_attention(decoder):
+            rows = LayerRows(states, places)
+            return run_layers(parts, rows, None, CausalAttention(), linear=linear)
     places = places.expand(3, -1, -1) if parts.uses_mrope else places
-    options = {}
-    if parts.sizes.linear is not None and decoder is parts.language_model:
-        options["linear"] = LinearStates(parts.sizes.linear.layers)
-    return decoder(
-        inputs_embeds=states, position_ids=places, use_cache=False, **options
-    ).last_hidden_state
+    return decoder(inputs_embeds=states, position_ids=places, use_cache=False).last_hidden_state
 
 
 @each_choice(family=ALL_FAMILIES, dtype=list(CLOSE))

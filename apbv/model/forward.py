@@ -1,0 +1,142 @@
+"""The loop over a decoder's layers: every forward pass of apbv runs here.
+
+It calls transformers' own layers, and stands in for transformers' loop over them: between layers a
+prefill asks whether it was cancelled and lets observers look on, after the first layers it adds
+what a vision tower gives them, and it frees every layer's input, the first one's included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from ..versions import CACHE_ARGUMENT
+from .attention import LayerAttention
+from .linear_attention import LinearAttention
+from .modules import decoder_layers, final_norm, rotary_embedding
+from .parts import ModelParts
+
+
+@dataclass
+class LayerRows:
+    """The rows that go through the layers; every layer replaces their hidden states.
+
+    The loop and its steps hold hidden states here alone, so that those before a layer are freed
+    after it. A caller should not keep the embeddings either.
+
+    Attributes:
+        hidden: ``[B, S, d]``, before the first layer the embeddings.
+        positions: rotary positions ``[B, S]``, or ``[3, B, S]`` with M-RoPE, where ``[B, S]``
+            stands for three that are equal.
+        rotary: cosines and sines of the positions, ``[B, S, D]`` each, once the loop has begun.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    rotary: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but some, for the layers that follow.
+
+        Args:
+            rows: their numbers, int64 ``[kept]`` on the device, ascending.
+        """
+        self.hidden = self.hidden.index_select(-2, rows)
+        self.positions = self.positions.index_select(-1, rows)
+        if self.rotary is not None:
+            cos, sin = self.rotary
+            self.rotary = (cos.index_select(-2, rows), sin.index_select(-2, rows))
+
+
+class LayerStep:
+    """Something that a forward pass does between its layers; the base class does nothing."""
+
+    def before(self, layer: int, rows: LayerRows) -> None:
+        """Called before each layer.
+
+        Args:
+            layer: its number in the decoder.
+            rows: its input.
+        """
+
+    def after(self, layer: int, rows: LayerRows) -> None:
+        """Called after each layer.
+
+        Args:
+            layer: its number in the decoder.
+            rows: its output, which this may change, also in length (:meth:`LayerRows.keep`).
+        """
+
+
+def run_layers(
+    parts: ModelParts,
+    rows: LayerRows,
+    cache: Cache | None,
+    attention: LayerAttention,
+    *,
+    linear: LinearAttention | None = None,
+    steps: Sequence[LayerStep] = (),
+) -> Tensor:
+    """Run all layers of a decoder and its last norm.
+
+    apbv's attention must be in force (:func:`apbv.model.attention.apbv_attention`).
+
+    Args:
+        parts: the model.
+        rows: the input; afterwards they hold no hidden states.
+        cache: gets the rows' keys and values; None if ``attention`` keeps them by itself.
+        attention: computes the attention of each layer that has some.
+        linear: computes the linear attention of a hybrid's other layers.
+        steps: what is done between layers, in this order.
+
+    Returns:
+        The hidden states ``[B, S, d]`` after the last norm.
+    """
+    decoder = parts.language_model
+    if parts.uses_mrope and rows.positions.dim() == 2:
+        rows.positions = rows.positions.expand(3, -1, -1)
+    rows.rotary = rotary_embedding(decoder)(rows.hidden, rows.positions)
+    # What transformers' layers hand on to their attention.
+    passed_on: dict[str, Any] = {CACHE_ARGUMENT: cache, "apbv": attention}
+    if linear is not None:
+        passed_on["linear"] = linear
+    for number, layer in enumerate(decoder_layers(decoder)):
+        for step in steps:
+            step.before(number, rows)
+        rows.hidden = layer(
+            rows.hidden,
+            attention_mask=None,
+            position_embeddings=rows.rotary,
+            **passed_on,
+        )
+        for step in steps:
+            step.after(number, rows)
+    hidden = rows.hidden
+    del rows.hidden
+    return final_norm(decoder)(hidden)
+
+
+class AddedRows(LayerStep):
+    """Adds further features of visual tokens to the hidden states after the first layers.
+
+    They are deepstack's (Qwen3-VL).
+
+    Args:
+        places: the visual tokens' rows, int64 ``[rows]`` on the device.
+        features: what is added after each of the first layers, ``[rows, d]``; dropped once added.
+    """
+
+    def __init__(self, places: Tensor, features: Sequence[Tensor]):
+        self._places = places
+        self._features: list[Tensor | None] = list(features)
+
+    def after(self, layer: int, rows: LayerRows) -> None:
+        if layer >= len(self._features):
+            return
+        features = self._features[layer]
+        assert features is not None, "a pass runs each layer once"
+        self._features[layer] = None
+        # The layer's output is nobody else's.
+        rows.hidden[0].index_add_(0, self._places, features.to(rows.hidden))
