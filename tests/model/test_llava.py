@@ -11,9 +11,9 @@ from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReduceConfig, pl
 from apbv.errors import UnsupportedModelError
 from apbv.model.parts import inspect_model, require_supported
 
-import families
-from pairs import each_choice
-from prompts import processed
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import processed
 
 QUESTION = "What is shown?"
 LLAVA_FAMILIES = ("llava", "llava_next", "llava_next_video")
