@@ -38,22 +38,31 @@ class OwnKV:
         for layer in layers:
             layer.make_room(1)
         self._layers = layers
-        self._prompt_rows = layers[0].keys.shape[2]
+        # A prefill may have dropped tokens between layers.
+        self._prompt_rows = [layer.keys.shape[2] for layer in layers]
         self._first_position = position
         self.num_run = 0
         self.place = object()
 
     @property
     def capacity(self) -> int:
-        """The number of rows that the buffers hold."""
-        buffers = self._layers[0].buffers
-        assert buffers is not None  # room was made
-        return buffers[0].shape[2]
+        """The largest number of rows that a layer's buffers hold."""
+        return max(keys.shape[2] for keys, _ in self.buffers)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the prompt, and of the tokens that were run."""
-        return self._prompt_rows + self.num_run
+        """The longest layer's rows of the prompt, and of the tokens that were run."""
+        return max(self._prompt_rows) + self.num_run
+
+    @property
+    def num_dropped(self) -> list[int]:
+        """How many rows each layer has less than the longest one."""
+        longest = max(self._prompt_rows)
+        return [longest - rows for rows in self._prompt_rows]
+
+    def rows_in(self, layer: int) -> int:
+        """Return a layer's rows of the prompt, and of the tokens that were run."""
+        return self._prompt_rows[layer] + self.num_run
 
     @property
     def position(self) -> int:
@@ -71,11 +80,14 @@ class OwnKV:
 
     def make_room(self, count: int = 1) -> None:
         """Make room for more rows, copying all rows to larger buffers if needed."""
-        if self.capacity >= self.num_rows + count:
+        for number, (keys, _) in enumerate(self.buffers):
+            if keys.shape[2] < self.rows_in(number) + count:
+                break
+        else:
             return
         self.place = object()
-        for layer in self._layers:
-            layer.extend(self.num_rows - layer.keys.shape[2])
+        for number, layer in enumerate(self._layers):
+            layer.extend(self.rows_in(number) - layer.keys.shape[2])
             layer.make_room(count)
 
     def copy_newest(self, other: "OwnKV", count: int) -> None:
@@ -83,13 +95,13 @@ class OwnKV:
 
         There must be room.
         """
-        first = self.num_rows
-        # The same token's row there: the prompts may have different lengths.
-        source_first = other.num_rows + self.num_run - other.num_run
-        rows = slice(first, first + count)
-        source_rows = slice(source_first, source_first + count)
-        for buffers, source_buffers in zip(self.buffers, other.buffers, strict=True):
-            for states, source in zip(buffers, source_buffers, strict=True):
+        for layer, buffers in enumerate(self.buffers):
+            first = self.rows_in(layer)
+            # The same token's row there: the prompts may have different lengths.
+            source_first = other.rows_in(layer) + self.num_run - other.num_run
+            rows = slice(first, first + count)
+            source_rows = slice(source_first, source_first + count)
+            for states, source in zip(buffers, other.buffers[layer], strict=True):
                 states[:, :, rows] = source[:, :, source_rows]
         self.num_run += count
 
@@ -137,11 +149,10 @@ class BatchRunner:
     ) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
         parts = self._parts
-        lengths = [kv.num_rows for kv in kvs]
-        layers = [
-            SequenceBuffers(keys, values, lengths, counts)
-            for keys, values in _buffers_by_layer(kvs)
-        ]
+        layers = []
+        for number, (keys, values) in enumerate(_buffers_by_layer(kvs)):
+            lengths = [kv.rows_in(number) for kv in kvs]
+            layers.append(SequenceBuffers(keys, values, lengths, counts))
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
         return forward(
@@ -190,6 +201,8 @@ class _Step(Step):
         )
         # Addresses of every layer's keys and values, and their capacities.
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
+        # How many rows a layer has less than an answer's longest one.
+        self._dropped = self._numbers.new_zeros(parts.num_layers, size)
         self._places_of: list[object] = []  # the buffers that they are the addresses of
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
@@ -213,6 +226,8 @@ class _Step(Step):
                 places = SequenceBuffers(keys, values, ()).places
                 places_by_layer.append([row + [0] * num_unused for row in places])
             fill(self._places, places_by_layer)
+            dropped_of = [kv.num_dropped for kv in kvs] + [[0] * len(self._places)] * num_unused
+            fill(self._dropped, list(zip(*dropped_of, strict=True)))
             self._places_of = places_of
 
     def compute(self) -> Tensor:
@@ -220,9 +235,10 @@ class _Step(Step):
 
         The new KV is written into the buffers.
         """
+        lengths = self._lengths - self._dropped
         tables = [
-            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new)
-            for places in self._places
+            BufferTable(places, lengths_in_layer, self._most_rows, self._starts, self._most_new)
+            for places, lengths_in_layer in zip(self._places, lengths, strict=True)
         ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)

@@ -113,7 +113,7 @@ class ModelRunner:
         """Run a step, from the second of its size on as a CUDA graph."""
         layers = self._layers
         count = len(ids)
-        num_rows = layers[0].keys.shape[2]
+        num_rows = [layer.keys.shape[2] for layer in layers]
 
         # Graphs are of one set of buffers. They go before there are new buffers: with the old ones
         # a second copy of the KV would be in memory.
@@ -165,10 +165,12 @@ class _Step(Step):
         A hybrid's states are at fixed addresses already, and change in place.
         """
         count, self._last_only, num_masked = kind
-        super().__init__(parts, count, 2 * count + 1)
+        num_layers = len(cache.layers)
+        super().__init__(parts, count, count + num_layers)
         self._cache = cache
         self._states = states
-        self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
+        self._positions, self._num_rows = self._others.split([count, num_layers])
+        self._new_rows = torch.arange(count, device=parts.device)
         self._visible = None
         if num_masked is not None:
             self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
@@ -178,14 +180,13 @@ class _Step(Step):
         ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         visible: Tensor | None,
-        num_rows: int,
+        num_rows: Sequence[int],
     ) -> None:
         """Copy the inputs of the next step, without synchronization.
 
-        The step comes after ``num_rows`` rows of the cache.
+        The step comes after ``num_rows`` rows of each layer of the cache.
         """
-        stop = num_rows + len(ids)
-        self.hold(ids, [*positions, *range(num_rows, stop), stop])
+        self.hold(ids, [*positions, *num_rows])
         if self._visible is not None:
             assert visible is not None  # as the shape says
             fill(self._visible, visible)
@@ -195,10 +196,11 @@ class _Step(Step):
 
         The new KV is written into the cache's buffers.
         """
-        attention = NewTokenAttention(
-            self._parts.backend, self._visible, num_keys=self._num_keys.int()
-        )
-        with writing_at(self._cache, self._places):
+        # Where every layer's new rows are written, and how many rows count then.
+        places = self._num_rows[:, None] + self._new_rows
+        num_keys = (self._num_rows + len(self._new_rows)).int()[:, None]
+        attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=num_keys)
+        with writing_at(self._cache, places):
             return forward(
                 self._parts,
                 self._ids,

@@ -150,7 +150,7 @@ def growing_layers(cache: Cache) -> Sequence[GrowingLayer]:
 
 
 @contextmanager
-def writing_at(cache: Cache, places: Tensor) -> Iterator[None]:
+def writing_at(cache: Cache, places: Sequence[Tensor]) -> Iterator[None]:
     """Make a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
@@ -158,11 +158,11 @@ def writing_at(cache: Cache, places: Tensor) -> Iterator[None]:
     passes.
 
     Args:
-        places: int64 ``[S]``, one for each new token.
+        places: of every layer int64 ``[S]``, one for each new token.
     """
     layers = growing_layers(cache)
-    for layer in layers:
-        layer.places = places
+    for layer, places_in_layer in zip(layers, places, strict=True):
+        layer.places = places_in_layer
     try:
         yield
     finally:
@@ -187,19 +187,28 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
     return cache
 
 
-def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
-    """Put the first tokens of a cache into an empty one that shares the memory, and return it.
+def first_rows(cache: DynamicCache, counts: Sequence[int], view: DynamicCache) -> DynamicCache:
+    """Put the first rows of a cache into an empty one that shares the memory, and return it.
 
     Args:
+        counts: the number of rows of each layer.
         view: the empty cache.
     """
-    for index, layer in enumerate(kv_layers(cache)):
+    for index, (layer, count) in enumerate(zip(kv_layers(cache), counts, strict=True)):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
         view_layer = kv_layers(view)[index]
-        view_layer.keys = layer.keys[:, :, :num_tokens]
-        view_layer.values = layer.values[:, :, :num_tokens]
+        view_layer.keys = layer.keys[:, :, :count]
+        view_layer.values = layer.values[:, :, :count]
     return view
+
+
+def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
+    """Put the first tokens of a cache whose layers hold all of them into an empty one.
+
+    See :func:`first_rows`.
+    """
+    return first_rows(cache, [num_tokens] * len(cache.layers), view)
 
 
 def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
@@ -241,6 +250,8 @@ class ShardedLayer(GrowingLayer):
     Attributes:
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
         num_tokens: the tokens of the whole sequence so far.
+        num_dropped: how many of them have no row here, because a prefill has dropped them before
+            this layer.
     """
 
     def __init__(
@@ -255,6 +266,7 @@ class ShardedLayer(GrowingLayer):
         self._num_fixed_tokens = num_fixed_tokens
         self.holds_newest = appends
         self.num_tokens = num_prompt_tokens
+        self.num_dropped = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -271,9 +283,15 @@ class ShardedLayer(GrowingLayer):
             self.hold(torch.cat(keys, dim=2), torch.cat(values, dim=2))
             return key_states, value_states
         # On host 0 they are copied into buffers with room for the tokens that follow.
-        self.reserve(key_states, sum(len(run) for run in self._owned_rows))
+        owned_rows = self._owned_rows
+        num_local = key_states.shape[2]
+        if num_local < owned_rows[-1].stop:  # a layer before has dropped some
+            assert len(owned_rows) == 1, "rows are dropped on a host that computes all tokens"
+            self.num_dropped = owned_rows[0].stop - num_local
+            owned_rows = [range(num_local)]
+        self.reserve(key_states, sum(len(run) for run in owned_rows))
         row = 0
-        for run in self._owned_rows:
+        for run in owned_rows:
             stop = row + len(run)
             self.keys[:, :, row:stop] = key_states[:, :, run.start : run.stop]
             self.values[:, :, row:stop] = value_states[:, :, run.start : run.stop]

@@ -14,7 +14,7 @@ from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.linear_attention import LinearStates
-from .cache import ShardedCache, appending_in_place, first_tokens, kv_layers
+from .cache import ShardedCache, appending_in_place, first_rows, first_tokens, kv_layers
 from .select import collect_kv, select_kv
 
 Layers = list[tuple[Tensor, Tensor]]  # keys and values [1, Hkv, T, D] of every decoder layer
@@ -41,11 +41,42 @@ class PlacedKV(ABC):
     attending: HostGroup | None
     states: LinearStates | None
 
+    @property
+    @abstractmethod
+    def num_dropped(self) -> Sequence[int]:
+        """How many of the prompt's tokens have no KV in each layer.
+
+        The prefill has dropped them before that layer. Empty: none in any layer.
+        """
+
+    @property
+    def holds_all_tokens(self) -> bool:
+        """Whether all layers have the KV of all tokens, and are thus equally long."""
+        return not any(self.num_dropped)
+
+    def require_all_tokens(self, use: str) -> None:
+        """Reject KV whose layers differ in length.
+
+        Args:
+            use: what cannot be done with it, such as "saved".
+
+        Raises:
+            InvalidConfigError: a layer has no KV of some tokens.
+        """
+        if not self.holds_all_tokens:
+            raise InvalidConfigError(
+                f"KV from which tokens were dropped between layers cannot be {use}: its layers "
+                "differ in length"
+            )
+
     def continued(self) -> DynamicCache | ShardedCache | None:
         """Drop an earlier answer's tokens, and return the cache to append a new answer to."""
         if self.cache is None:
             return None
-        num_answer_tokens = self.cache.get_seq_length() - self.num_tokens
+        num_tokens = self.cache.get_seq_length()
+        if self.num_dropped and isinstance(self.cache, DynamicCache):
+            num_tokens += self.num_dropped[0]  # it counts the rows of its first layer
+        num_answer_tokens = num_tokens - self.num_tokens
         if num_answer_tokens > 0:
             self.cache.crop(-num_answer_tokens)
         return self.cache
@@ -126,10 +157,12 @@ class GatheredKV(PlacedKV):
             appended to it.
         num_tokens: n, the tokens of the prompt.
         states: a hybrid's states of linear attention, the same on every host.
+        num_dropped: see :class:`PlacedKV`.
     """
 
     cache: DynamicCache | None
     attending = None
+    num_dropped: Sequence[int]  # type: ignore[assignment]  # of which the base class says to read
 
     def __init__(
         self,
@@ -137,17 +170,20 @@ class GatheredKV(PlacedKV):
         num_tokens: int,
         hosts: HostGroup,
         states: LinearStates | None = None,
+        num_dropped: Sequence[int] = (),
     ):
         self.cache = None if cache is None else appending_in_place(cache)
         self.hosts = hosts
         self.num_tokens = num_tokens
         self.states = states
+        self.num_dropped = num_dropped
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         if host != 0:
             raise InvalidConfigError(
                 f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}"
             )
+        self.require_all_tokens("given to transformers")
         return self.whole
 
     @property
@@ -159,21 +195,27 @@ class GatheredKV(PlacedKV):
         """Return a view of the first tokens' KV; None if this host has no KV."""
         if self.cache is None:
             return None
-        return first_tokens(self.cache, num_tokens, DynamicCache())
+        counts = [num_tokens] * len(self.cache.layers)
+        for layer, dropped in enumerate(self.num_dropped):
+            counts[layer] -= dropped
+        return first_rows(self.cache, counts, DynamicCache())
 
     def local_kv(self) -> tuple[Sequence[range], Layers] | None:
+        self.require_all_tokens("saved or sent")
         whole = self.whole
         if whole is None:
             return None
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in kv_layers(whole)]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
+        self.require_all_tokens("kept for another question")
         return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
-        return GatheredKV(self.whole, layout.num_tokens, self.hosts)
+        return GatheredKV(self.whole, layout.num_tokens, self.hosts, num_dropped=self.num_dropped)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        self.require_all_tokens("selected for a draft")
         whole = self.whole
         return None if whole is None else select_kv(whole, chosen)
 
@@ -196,19 +238,26 @@ class ShardedKV(PlacedKV):
         self.states = states
         self.num_tokens = cache.layout.num_tokens
 
+    @property
+    def num_dropped(self) -> Sequence[int]:
+        return [layer.num_dropped for layer in self.cache.shards]
+
     def gathered(self) -> GatheredKV:
         """Gather the KV on its decode host, and free the shards; collective.
 
         This KV must not be used afterwards.
         """
+        num_dropped = self.num_dropped
         cache = self.cache.gather(self.hosts, self.cache.decode_host, releases=True)
-        return GatheredKV(cache, self.num_tokens, self.hosts, self.states)
+        return GatheredKV(cache, self.num_tokens, self.hosts, self.states, num_dropped)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        self.require_all_tokens("given to transformers")
         cache = self.cache.gather(self.hosts, host)
         return None if cache is None else first_tokens(cache, self.num_tokens, DynamicCache())
 
     def local_kv(self) -> tuple[Sequence[range], Layers] | None:
+        self.require_all_tokens("saved or sent")
         spans = self.cache.layout.cache_spans(self.hosts.rank)
         num_rows = sum(len(span) for span in spans)
         if num_rows == 0:
@@ -218,6 +267,7 @@ class ShardedKV(PlacedKV):
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):
             return None  # the query is split over the hosts, too
+        self.require_all_tokens("kept for another question")
         num_rows = 0
         for span in layout.cache_spans(self.hosts.rank):
             if span != layout.query:
@@ -225,9 +275,11 @@ class ShardedKV(PlacedKV):
         return self._before_query(num_rows, layout)
 
     def behind(self, layout: ContextLayout) -> "ShardedKV":
+        self.require_all_tokens("continued by another question")
         return self._before_query(None, layout)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        self.require_all_tokens("selected for a draft")
         return collect_kv(self.cache, chosen, self.hosts)
 
     def first_layers(self, count: int) -> DynamicCache | None:

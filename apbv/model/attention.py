@@ -117,22 +117,23 @@ class NewTokenAttention:
             Every host attends with the new queries to its own share; the partial results are
             gathered and merged in host order (Eq. 5), so that all hosts continue with the same
             numbers. None: the KV is all here.
-        num_keys: int32 ``[1]`` on the device: how many rows of the cache count, where it has room
-            after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is
-            all here.
+        num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count,
+            where it has room after them; see :func:`apbv.kernels.verify_attention`. None: all. Only
+            for a KV that is all here.
     """
 
     backend: str = "auto"
     visible: Tensor | None = None
     hosts: HostGroup | None = None
-    num_keys: Tensor | None = None
+    num_keys: Sequence[Tensor] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         holds_newest = self.hosts is None or self.hosts.rank == 0
         # Other hosts have none of the new tokens.
         visible = self.visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
+        num_keys = None if self.num_keys is None else self.num_keys[layer]
         state = verify_attention(
-            q, k, v, scale, visible=visible, num_keys=self.num_keys, backend=self.backend
+            q, k, v, scale, visible=visible, num_keys=num_keys, backend=self.backend
         )
         if self.hosts is None:
             out, _ = state
