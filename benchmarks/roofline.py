@@ -32,9 +32,9 @@ from transformers import AttentionInterface, AutoModel, PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
+from apbv.model.families import DecoderSizes
 from apbv.model.fused import fused_forwards, with_forwards
 from apbv.model.linear_attention import with_linear_attention
-from apbv.model.parts import DecoderSizes
 
 from support.arguments import parser_of, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
