@@ -2,11 +2,10 @@
 
     python benchmarks/video_kinds.py --readers apbv torchcodec decord2
 
-The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single
-ones in random order, are those of the whole file, and its times are the file's to 50 ms. Readers
-that are not installed are left out. Readers may make RGB in another way: a
-frame may differ by two levels of 255 on average. Every reader has a process of its own for each
-file.
+The files are those of `tests/helpers/apbv_tests/odd_files.py`. A reader is right if all frames, and
+single ones in random order, are those of the whole file, and its times are the file's to 50 ms.
+Readers that are not installed are left out. Readers may make RGB in another way: a frame may differ
+by two levels of 255 on average. Every reader has a process of its own for each file.
 """
 
 import argparse
@@ -24,8 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-from odd_files import KINDS
-
+from apbv_tests.odd_files import KINDS
 from support.arguments import parser_of
 from support.records import markdown_table
 

@@ -4,7 +4,7 @@ Nothing here imports torch, or what does, before a session collects: with pytest
 that only hands out the tests reads this file, too, before it starts the others.
 """
 
-from session import ON_GPU  # before torch
+from apbv_tests.session import ON_GPU  # before torch
 
 # isort: split
 import gc
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import TEST_TIMEOUT
+from apbv_tests.patience import TEST_TIMEOUT
 
 # pytest-timeout reads it when it is configured; an option of the command line goes before.
 os.environ.setdefault("PYTEST_TIMEOUT", str(TEST_TIMEOUT))
@@ -50,7 +50,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     )
     settings.load_profile("untimed")
     if not ON_GPU and find_spec("triton"):
-        from interpreting import keep_replaced
+        from apbv_tests.interpreting import keep_replaced
 
         keep_replaced()
 
@@ -88,7 +88,7 @@ def one_thread():
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
     """Host processes for jobs over real gloo groups; see ``pool.HostPool``."""
-    from pool import HostPool
+    from apbv_tests.pool import HostPool
 
     pool = HostPool(str(tmp_path_factory.mktemp("pool") / "rendezvous"))
     yield pool
@@ -113,7 +113,7 @@ def on_hosts(pool):
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A saved tiny model and processor of each family, made when first asked for."""
-    import families
+    from apbv_tests import families
 
     folder = tmp_path_factory.mktemp("checkpoints")
 
@@ -129,8 +129,8 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory) -> Path:
     """A real H.264 file with B-frames and several keyframes."""
-    import families
-    from engines import write_clip
+    from apbv_tests import families
+    from apbv_tests.engines import write_clip
 
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
     write_clip(path, families.synthetic_video(30, 64, 96))

@@ -11,7 +11,7 @@ import torch
 
 from apbv.allocator import keep_freed_memory, return_freed_memory
 
-from pool import start
+from apbv_tests.pool import start
 
 with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 NUMBERS = 16 * 2**20  # 64 MiB of fp32: more than the C library ever keeps by itself

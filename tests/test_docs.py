@@ -20,7 +20,7 @@ from apbv.speculate import STRATEGIES
 from apbv.versions import how_to_install
 from tests.test_structure import LAYERS
 
-from documents import (
+from apbv_tests.documents import (
     BLOCKS,
     PAGES,
     README,
@@ -33,7 +33,7 @@ from documents import (
     read_command,
     require_table,
 )
-from scripts import ROOT, run_hosts, run_script
+from apbv_tests.scripts import ROOT, run_hosts, run_script
 from support.records import markdown_table
 
 MARKS = {

@@ -25,10 +25,10 @@ from apbv.model.tensor_parallel import require_divisible
 from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse
 
-import families
-from documents import require_table
-from pool import exit_statuses, start
-from scripts import ROOT
+from apbv_tests import families
+from apbv_tests.documents import require_table
+from apbv_tests.pool import exit_statuses, start
+from apbv_tests.scripts import ROOT
 from support.records import markdown_table
 
 FAMILIES = VISION_FAMILIES + TEXT_FAMILIES

@@ -13,8 +13,8 @@ from apbv import Engine, SamplingParams
 from apbv.grammar import Grammars
 from apbv.grammar_checks import GrammarCheckError, GrammarChecks
 
-from hard_schemas import many_patterns
-from patience import HANGING, wait_for
+from apbv_tests.hard_schemas import many_patterns
+from apbv_tests.patience import HANGING, wait_for
 
 LOOP = {"$ref": "#/$defs/loop"}
 LATER = {

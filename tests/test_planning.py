@@ -25,10 +25,10 @@ from apbv.model.parts import inspect_model
 from apbv.model.tensor_parallel import require_divisible, weight_bytes
 from apbv.planning import video_size
 
-import families
-from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
-from pairs import each_choice
-from prompts import by_processor
+from apbv_tests import families
+from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import by_processor
 
 LLAMA = families.build_config("llama", layers=4)
 

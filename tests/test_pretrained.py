@@ -9,8 +9,8 @@ import torch
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 
-from scripts import ROOT, figures_of, run_benchmark
-from weights import folder
+from apbv_tests.scripts import ROOT, figures_of, run_benchmark
+from apbv_tests.weights import folder
 
 pytestmark = pytest.mark.pretrained
 

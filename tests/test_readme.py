@@ -14,10 +14,10 @@ import pytest
 from apbv import demo, versions
 from apbv.model.parts import inspect_model
 
-import families
-from documents import README, answer_to, blocks_in, marked, read_command
-from scripts import ROOT, SCRIPT_TIMEOUT
-from servers import serving
+from apbv_tests import families
+from apbv_tests.documents import README, answer_to, blocks_in, marked, read_command
+from apbv_tests.scripts import ROOT, SCRIPT_TIMEOUT
+from apbv_tests.servers import serving
 
 MOST_LINES = 140
 

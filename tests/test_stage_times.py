@@ -4,10 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from one_stream import Gpu
 
 from apbv import HostGroup
 from apbv.stats import StageTimer, overlapping_seconds
+
+from apbv_tests.one_stream import Gpu
 
 
 class ClockedHosts(HostGroup):

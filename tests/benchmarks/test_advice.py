@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import ROOT
+from apbv_tests.scripts import ROOT
 
 DOCS = ROOT / "docs"
 CHOOSING = " ".join((DOCS / "choosing.md").read_text(encoding="utf-8").split())

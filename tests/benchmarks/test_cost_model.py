@@ -14,8 +14,8 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import methods
 from apbv.prefilling.encode import encode_visual
 
-import families
-from prompts import text_batch
+from apbv_tests import families
+from apbv_tests.prompts import text_batch
 from support.cost_model import ATTENTION, Shape, Video, cost, explain, flop_ratio, work_ratio
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

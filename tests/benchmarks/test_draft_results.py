@@ -2,8 +2,8 @@
 
 from itertools import chain
 
-from documents import require_table
-from scripts import ROOT
+from apbv_tests.documents import require_table
+from apbv_tests.scripts import ROOT
 from support.records import markdown_table, read_records
 from support.summaries import grouped
 

@@ -3,8 +3,8 @@
 import pytest
 import roofline
 
-from documents import require_table
-from scripts import ROOT
+from apbv_tests.documents import require_table
+from apbv_tests.scripts import ROOT
 from support.records import markdown_table, read_records, table
 from support.summaries import grouped
 from support.workloads import CONFIGS, config_of

@@ -14,7 +14,7 @@ import vnbench
 
 from apbv.input.video import probe, read_frames, sample_uniform
 
-from asked import OPEN, SRT, answered, run_in
+from apbv_tests.asked import OPEN, SRT, answered, run_in
 from support import clips
 from support.evaluation.scoring import ALL, Score, score
 

@@ -11,7 +11,7 @@ import torch
 
 from apbv.kernels import reference
 
-from scripts import figures_of, validator_of
+from apbv_tests.scripts import figures_of, validator_of
 
 
 @pytest.fixture

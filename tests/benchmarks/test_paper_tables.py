@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import speculative
 import throughput
 
-from documents import require_table
-from scripts import ROOT
+from apbv_tests.documents import require_table
+from apbv_tests.scripts import ROOT
 from support.records import markdown_table, read_records
 from support.summaries import grouped
 

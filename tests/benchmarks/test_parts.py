@@ -25,8 +25,8 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.speculate.strategies import require_consistent
 
-from patience import HANGING, wait_for
-from scripts import BENCHMARKS, assert_one_line_error
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.scripts import BENCHMARKS, assert_one_line_error
 from support import clips
 from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
 from support.simulated import simulate

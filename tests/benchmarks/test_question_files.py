@@ -8,7 +8,7 @@ import questions
 from longvideobench import read_subtitles
 from videomme import read_srt, shown_at
 
-from asked import SRT
+from apbv_tests.asked import SRT
 from support.evaluation.samples import Sample, Subtitle, by_files, digest_of
 from support.evaluation.scoring import ALL, Run, markdown, score
 

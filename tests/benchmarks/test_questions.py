@@ -12,11 +12,11 @@ from PIL import Image
 
 from apbv import Engine
 
-from asked import run_in
-from documents import commands_in, marked, output_of, read_command
-from scripts import ROOT, run_benchmark, run_hosts
+from apbv_tests.asked import run_in
+from apbv_tests.documents import commands_in, marked, output_of, read_command
+from apbv_tests.scripts import ROOT, run_benchmark, run_hosts
+from apbv_tests.video_files import decode_all
 from support.evaluation.scoring import ALL, score
-from video_files import decode_all
 
 FILE = "questions.jsonl"
 

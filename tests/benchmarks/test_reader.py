@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from apbv import Engine
 
-from families import build_model, build_tokenizer
-from scripts import figures_of, run_benchmark
+from apbv_tests.families import build_model, build_tokenizer
+from apbv_tests.scripts import figures_of, run_benchmark
 from support import captions
 from support.exams import Exam
 from support.ruler.words import NOUNS

@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AutoTokenizer
 from apbv import HostGroup, ModelInputs, PrefillConfig, demo
 from apbv.model.parts import inspect_model
 
-import families
-from documents import blocks_in, commands_in, read_command, require_table
-from prompts import text_batch
-from scripts import ROOT, figures_of, run_benchmark, valid_records
+from apbv_tests import families
+from apbv_tests.documents import blocks_in, commands_in, read_command, require_table
+from apbv_tests.prompts import text_batch
+from apbv_tests.scripts import ROOT, figures_of, run_benchmark, valid_records
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
 from support.records import fields_of, markdown_table, read_records
 from support.ruler import TASKS, make_task

@@ -10,7 +10,7 @@ from throughput import PRESETS, SWITCHES
 
 from apbv.prefilling.methods import METHODS
 
-from scripts import figures_of, run_benchmark
+from apbv_tests.scripts import figures_of, run_benchmark
 from support.cost_model import METHODS as COSTED
 
 SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]

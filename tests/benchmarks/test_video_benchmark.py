@@ -10,7 +10,7 @@ import pytest
 import video
 import video_kinds
 
-from scripts import validator_of
+from apbv_tests.scripts import validator_of
 from support.videos.worker import STAGES, Job
 
 

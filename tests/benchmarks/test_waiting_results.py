@@ -1,7 +1,7 @@
 """The table of short requests' waits in docs/results-serving.md, drawn from its records."""
 
-from documents import require_table
-from scripts import ROOT
+from apbv_tests.documents import require_table
+from apbv_tests.scripts import ROOT
 from support.records import markdown_table, read_records
 
 HEAVY = {

@@ -8,8 +8,8 @@ from apbv.decode.answer import generate_tokens
 from apbv.decode.runner import Decoder
 from apbv.errors import ModelOutputError
 
-from answers import answer_by, decoder_behind
-from prompts import UNCOMPRESSED, as_inputs, build, text_batch
+from apbv_tests.answers import answer_by, decoder_behind
+from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, text_batch
 
 MOST = 10
 GREEDY = SamplingParams(max_new_tokens=MOST)

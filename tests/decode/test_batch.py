@@ -17,9 +17,9 @@ from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
-from answers import plain_tokens
-from families import TEXT_FAMILIES
-from prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
+from apbv_tests.answers import plain_tokens
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
 
 STEPS = 10
 GREEDY = SamplingParams(max_new_tokens=STEPS)

@@ -5,9 +5,9 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 
-from answers import plain_tokens
-from families import HYBRID_FAMILIES, TEXT_FAMILIES
-from prompts import (
+from apbv_tests.answers import plain_tokens
+from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES
+from apbv_tests.prompts import (
     ALL_FAMILIES,
     UNCOMPRESSED,
     as_inputs,

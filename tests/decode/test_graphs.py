@@ -12,11 +12,11 @@ from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.speculate.tree import Tree
 
-import families
-from families import TEXT_FAMILIES
-from pretend_gpu import Machine, rehearsal, to_gpu
-from prompts import build, text_batch, video_batch
-from rehearsals import on_gpus
+from apbv_tests import families
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.pretend_gpu import Machine, rehearsal, to_gpu
+from apbv_tests.prompts import build, text_batch, video_batch
+from apbv_tests.rehearsals import on_gpus
 
 TREES = Tree.of(6, 3), Tree((-1, 0, 0, 1, 1, 2, 2))  # of as many nodes, so that they share a graph
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from apbv.serve.metrics import Metrics
 
-from scripts import ROOT
+from apbv_tests.scripts import ROOT
 
 GRAFANA = ROOT / "deploy" / "grafana"
 DASHBOARD = json.loads((GRAFANA / "apbv.json").read_text())

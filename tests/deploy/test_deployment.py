@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from apbv.launch import batch, serve
 
-from scripts import ROOT
+from apbv_tests.scripts import ROOT
 
 DEPLOY = ROOT / "deploy"
 LWS_SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.schema.json").read_text())

@@ -12,8 +12,8 @@ import pytest
 
 from apbv import demo
 
-from patience import limit, wait_for
-from scripts import ROOT
+from apbv_tests.patience import limit, wait_for
+from apbv_tests.scripts import ROOT
 
 
 def test_without_ray_there_is_one_line(monkeypatch, capsys, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from apbv.doctor.__main__ import PARTS, parse_arguments
 from apbv.doctor.examination import WIDTH
 
-from scripts import BENCHMARKS, ROOT, SCRIPT_TIMEOUT, run_hosts
+from apbv_tests.scripts import BENCHMARKS, ROOT, SCRIPT_TIMEOUT, run_hosts
 
 SCHEMA = json.loads((BENCHMARKS / "schemas" / "doctor.json").read_text())
 

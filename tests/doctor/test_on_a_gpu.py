@@ -8,8 +8,8 @@ from apbv import HostGroup
 from apbv.doctor import hosts, kernels
 from apbv.doctor.examination import Examination
 
-from patience import GROUP_TIMEOUT
-from pretend_gpu import rehearsal
+from apbv_tests.patience import GROUP_TIMEOUT
+from apbv_tests.pretend_gpu import rehearsal
 
 
 @pytest.mark.thorough

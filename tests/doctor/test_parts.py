@@ -13,7 +13,7 @@ from apbv.doctor import machine
 from apbv.doctor.examination import WIDTH, Check, CheckFailed, CheckSkipped, Examination, carry_out
 from apbv.kernels import library_attention
 
-from pairs import each_choice
+from apbv_tests.pairs import each_choice
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -7,8 +7,8 @@ from apbv import Engine, HostGroup, PrefillConfig, demo
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 
-from families import build_model
-from scripts import infer
+from apbv_tests.families import build_model
+from apbv_tests.scripts import infer
 
 COUNTING = demo.EXAMPLE_QUESTIONS[2]
 PARAGRAPH = "The quick brown fox jumps over the lazy dog. "

@@ -24,10 +24,10 @@ from apbv.model.families import require_supported
 from apbv.model.parts import inspect_model
 from apbv.stats import STAGES
 
-import families
-from engines import QUESTION
-from families import IMAGE_FAMILIES, VISION_FAMILIES
-from scripts import infer
+from apbv_tests import families
+from apbv_tests.engines import QUESTION
+from apbv_tests.families import IMAGE_FAMILIES, VISION_FAMILIES
+from apbv_tests.scripts import infer
 
 
 def says(*content, role: str = "user") -> dict:

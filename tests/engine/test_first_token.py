@@ -9,7 +9,7 @@ from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 from apbv.kv.placement import ShardedKV
 from apbv.kv.storage import SavedKV
 
-from engines import QUESTION, build_engine
+from apbv_tests.engines import QUESTION, build_engine
 
 AFTERWARDS = 1000.0
 

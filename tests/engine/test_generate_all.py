@@ -13,8 +13,8 @@ from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.speculate.strategies import draft_batching_obstacle
 from apbv.stats import StageTimer
 
-import families
-from engines import build_engine
+from apbv_tests import families
+from apbv_tests.engines import build_engine
 
 LOST = 77  # the seed of an answer that finds no memory on its decode host
 SETTINGS = {"num_draft_tokens": 3, "keep_losing_draft": True}

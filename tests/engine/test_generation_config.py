@@ -14,8 +14,8 @@ from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, SamplingParams
 from apbv.input.request import Question, Request
 from apbv.stats import StageTimer
 
-from pairs import each_choice
-from servers import InProcess, post
+from apbv_tests.pairs import each_choice
+from apbv_tests.servers import InProcess, post
 
 STEPS = 12
 EXACT = PrefillConfig(method="zigzag_ring")

@@ -10,7 +10,7 @@ import torch
 
 from apbv import Engine, HostError, HostGroup, SpeculativeConfig
 
-from engines import QUESTION, build_engine
+from apbv_tests.engines import QUESTION, build_engine
 
 REQUEST = {"num_frames": 8, "max_new_tokens": 8}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}

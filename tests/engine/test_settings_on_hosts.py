@@ -22,11 +22,11 @@ from apbv import (
 )
 from apbv.model.parts import inspect_model
 
-import families
-from engines import QUESTION, build_engine
-from fresh_hosts import Store, described, run_fresh
-from patience import HANGING
-from prompts import text_batch
+from apbv_tests import families
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.fresh_hosts import Store, described, run_fresh
+from apbv_tests.patience import HANGING
+from apbv_tests.prompts import text_batch
 
 LOADED = [
     (

@@ -11,10 +11,10 @@ from apbv.input.sink import StopFunction
 from apbv.model.attention import apbv_attention
 from apbv.stats import StageTimer
 
-import families
-from answers import plain_tokens
-from pretend_gpu import rehearsal, to_gpu
-from rehearsals import on_gpus, resizing_as_on_gpu
+from apbv_tests import families
+from apbv_tests.answers import plain_tokens
+from apbv_tests.pretend_gpu import rehearsal, to_gpu
+from apbv_tests.rehearsals import on_gpus, resizing_as_on_gpu
 
 QUESTIONS = ["What happens?", "And who is it that comes in?", "Why?"]
 SAMPLINGS = [

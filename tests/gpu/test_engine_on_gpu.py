@@ -8,9 +8,9 @@ import torch
 import apbv
 from apbv import Engine, HostGroup
 
-from engines import QUESTION
-from pretend_gpu import rehearsal
-from rehearsals import resizing_as_on_gpu
+from apbv_tests.engines import QUESTION
+from apbv_tests.pretend_gpu import rehearsal
+from apbv_tests.rehearsals import resizing_as_on_gpu
 
 FAMILY = "qwen2_5_vl"
 REQUEST = {"num_frames": 4, "max_new_tokens": 4}

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from apbv import HostGroup
 
-from pretend_gpu import rehearsal
-from rehearsals import join
+from apbv_tests.pretend_gpu import rehearsal
+from apbv_tests.rehearsals import join
 
 
 def require_exchanges(hosts: HostGroup) -> None:

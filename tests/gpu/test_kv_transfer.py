@@ -6,8 +6,8 @@ import torch
 from apbv import HostGroup
 from apbv.kv.offers import Offers
 
-from offered import fetch, made_up, offer
-from pretend_gpu import rehearsal
+from apbv_tests.offered import fetch, made_up, offer
+from apbv_tests.pretend_gpu import rehearsal
 
 
 def test_kv_on_a_gpu_is_copied_behind_what_computes_it():

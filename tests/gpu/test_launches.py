@@ -18,10 +18,10 @@ from apbv.hosts import Pending
 from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
 
-from answers import answer_by, decoder_behind
-from documents import require_table
-from pretend_gpu import Events, Machine, rehearsal, to_gpu
-from scripts import ROOT
+from apbv_tests.answers import answer_by, decoder_behind
+from apbv_tests.documents import require_table
+from apbv_tests.pretend_gpu import Events, Machine, rehearsal, to_gpu
+from apbv_tests.scripts import ROOT
 from support.workloads import build_model, config_like, text_prompt
 
 TOKENS = 131_072

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from pretend_gpu import GpuError, GpuTensor, assert_same_order, rehearsal
-from rehearsals import on_gpus
+from apbv_tests.pretend_gpu import GpuError, GpuTensor, assert_same_order, rehearsal
+from apbv_tests.rehearsals import on_gpus
 
 GPU = torch.device("cuda", 0)
 

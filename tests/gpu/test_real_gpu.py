@@ -16,8 +16,8 @@ import pytest
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 
-from patience import GROUP_TIMEOUT
-from scripts import ROOT, SCRIPT_TIMEOUT
+from apbv_tests.patience import GROUP_TIMEOUT
+from apbv_tests.scripts import ROOT, SCRIPT_TIMEOUT
 
 QUESTIONS = [
     "name the letters in order",

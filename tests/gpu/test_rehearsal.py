@@ -9,11 +9,11 @@ import torch
 
 from apbv import HostGroup, ReduceConfig, SparseConfig
 
-import families
-from answers import decoder_behind
-from engines import QUESTION
-from pretend_gpu import Events, assert_same_order, rehearsal
-from rehearsals import FURTHER_QUESTION, Case, on_gpus, resizing_as_on_gpu
+from apbv_tests import families
+from apbv_tests.answers import decoder_behind
+from apbv_tests.engines import QUESTION
+from apbv_tests.pretend_gpu import Events, assert_same_order, rehearsal
+from apbv_tests.rehearsals import FURTHER_QUESTION, Case, on_gpus, resizing_as_on_gpu
 
 
 def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[int], Events]:

@@ -6,7 +6,7 @@ import torch
 
 from apbv.kernels import PackedSequences, segmented_attention, varlen_attention, verify_attention
 
-from pretend_gpu import rehearsal
+from apbv_tests.pretend_gpu import rehearsal
 
 ENDS = torch.tensor([0, 5, 9], dtype=torch.int32)
 

@@ -11,9 +11,9 @@ from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, d
 from apbv.kv.remote import RemoteKV
 from apbv.kv.ticket import Ticket
 
-from pretend_gpu import rehearsal, to_gpu
-from rehearsals import on_gpus, resizing_as_on_gpu
-from servers import InProcess, follow_server
+from apbv_tests.pretend_gpu import rehearsal, to_gpu
+from apbv_tests.rehearsals import on_gpus, resizing_as_on_gpu
+from apbv_tests.servers import InProcess, follow_server
 
 FOLDER: Path = demo.video_path().parent
 VIDEO = {"type": "video_url", "video_url": {"url": demo.video_path().name}}

@@ -11,8 +11,8 @@ from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
 
-from pretend_gpu import rehearsal
-from rehearsals import Case, on_gpus
+from apbv_tests.pretend_gpu import rehearsal
+from apbv_tests.rehearsals import Case, on_gpus
 
 
 def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from staged import staged_job
 
 from apbv import HostGroup
 from apbv.hosts import collectives
 from apbv.hosts.collectives import Collectives
 
-from fresh_hosts import described, pattern
-from patience import wait_for
+from apbv_tests.fresh_hosts import described, pattern
+from apbv_tests.patience import wait_for
+from apbv_tests.staged import staged_job
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 

@@ -14,8 +14,8 @@ from apbv import HostGroup
 from apbv.hosts import failure_watch
 from apbv.hosts.process_groups import ProcessGroups
 
-from fresh_hosts import Store, described, run_fresh, told_job
-from patience import HANGING
+from apbv_tests.fresh_hosts import Store, described, run_fresh, told_job
+from apbv_tests.patience import HANGING
 
 
 class Gpu:

@@ -22,10 +22,10 @@ from apbv.hosts.failure_watch import WORK_LIMIT, FailureWatch
 from apbv.hosts.heartbeat import Heartbeat, Patience
 from apbv.speculate.link import Link
 
-from fresh_hosts import described
-from patience import HANGING
-from pool import exit_statuses, start
-from scripts import as_torchrun_starts
+from apbv_tests.fresh_hosts import described
+from apbv_tests.patience import HANGING
+from apbv_tests.pool import exit_statuses, start
+from apbv_tests.scripts import as_torchrun_starts
 
 TIMEOUT = 4.0
 

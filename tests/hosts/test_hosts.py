@@ -12,8 +12,8 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts import failure_watch, fair_share_of_cores
 
-from fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
-from patience import GROUP_TIMEOUT, HANGING, wait_for
+from apbv_tests.fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING, wait_for
 
 UNICODE = "no such clip: Übersicht_映像.mp4"
 # What os.fsdecode makes of a file name that is not UTF-8.

@@ -10,12 +10,12 @@ import pytest
 
 from apbv import Engine, HostGroup, SamplingParams, errors
 
-from engines import build_engine
-from fresh_hosts import Store, run_fresh
-from patience import GROUP_TIMEOUT, HANGING
-from planted import PLANTED, planted, script_with
-from scripts import ROOT, run_hosts
-from servers import InProcess, asking, follow_server
+from apbv_tests.engines import build_engine
+from apbv_tests.fresh_hosts import Store, run_fresh
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING
+from apbv_tests.planted import PLANTED, planted, script_with
+from apbv_tests.scripts import ROOT, run_hosts
+from apbv_tests.servers import InProcess, asking, follow_server
 
 INFER = ROOT / "launch" / "infer.py"
 BATCH = ROOT / "launch" / "batch.py"

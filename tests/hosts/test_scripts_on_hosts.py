@@ -10,11 +10,11 @@ import pytest
 from apbv import HostGroup
 from apbv.hosts import process_groups, run_on_hosts
 
-import families
-from fresh_hosts import described
-from patience import GROUP_TIMEOUT, HANGING, limit
-from pool import exit_statuses, start
-from scripts import INFER, as_torchrun_starts, run_hosts
+from apbv_tests import families
+from apbv_tests.fresh_hosts import described
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING, limit
+from apbv_tests.pool import exit_statuses, start
+from apbv_tests.scripts import INFER, as_torchrun_starts, run_hosts
 
 
 def alone_job(pipe, port: int) -> None:

@@ -5,15 +5,15 @@ import threading
 
 import pytest
 import torch
-from one_stream import Gpu
 
 from apbv import HostError, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.hosts import Moment
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 
-import families
-from pairs import each_choice, pairwise
+from apbv_tests import families
+from apbv_tests.one_stream import Gpu
+from apbv_tests.pairs import each_choice, pairwise
 from support.simulated import Lap, Network, share_weights, simulate
 
 

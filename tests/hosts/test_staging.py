@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.hosts import in_thread
 from apbv.hosts.collectives import StagedCollectives, _wait_in_thread
 
-import families
-from engines import QUESTION
-from fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
-from patience import GROUP_TIMEOUT, HANGING
+from apbv_tests import families
+from apbv_tests.engines import QUESTION
+from apbv_tests.fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING
+from apbv_tests.staged import staged_group, staged_job
 
 DRAFT_HOST = SpeculativeConfig(strategy="specvlm", draft_host=True, draft_timeout=GROUP_TIMEOUT)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from patience import HANGING, limit, wait_for
-from scripts import ROOT
+from apbv_tests.patience import HANGING, limit, wait_for
+from apbv_tests.scripts import ROOT
 
 INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")

@@ -4,7 +4,7 @@ import pytest
 
 from apbv.input.video import probe
 
-from video_files import CLIPS, decode_all
+from apbv_tests.video_files import CLIPS, decode_all
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,12 @@ frames."""
 import av
 import numpy as np
 import pytest
-from audio_files import RATE, tune, write
 
 from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import probe
 
-from video_files import encode, overwrite
+from apbv_tests.audio_files import RATE, tune, write
+from apbv_tests.video_files import encode, overwrite
 
 _WINDOW = RATE // 50
 

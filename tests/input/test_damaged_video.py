@@ -6,8 +6,8 @@ import pytest
 
 from apbv.input.video import VideoError, probe, read_frames
 
-from pairs import each_choice
-from video_files import decode_all, encode, overwrite, packets_of, picture
+from apbv_tests.pairs import each_choice
+from apbv_tests.video_files import decode_all, encode, overwrite, packets_of, picture
 
 
 def audio(path):

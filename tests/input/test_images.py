@@ -8,8 +8,8 @@ from transformers.image_utils import load_image
 from apbv.input.images import Picture
 from apbv.input.visual import PromptError
 
-import families
-from pairs import each_choice
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
 
 ORIENTATION = 0x0112
 HEIGHT = 24

@@ -20,11 +20,11 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.stats import StageTimer
 
-import families
-from families import VIDEO_FAMILIES
-from pairs import each_choice
-from prompts import by_processor
-from video_files import VFR, encode
+from apbv_tests import families
+from apbv_tests.families import VIDEO_FAMILIES
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import by_processor
+from apbv_tests.video_files import VFR, encode
 
 
 def read_video(

@@ -6,16 +6,16 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from audio_files import RATE, tune, write
 from av.stream import Disposition
-from odd_files import KINDS, animation, constant, joined, renamed_boxes, shifted, streams
 from PIL import Image
 
 from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
-from video_files import CLIPS, VFR, decode_all, encode, picture, remux
+from apbv_tests.audio_files import RATE, tune, write
+from apbv_tests.odd_files import KINDS, animation, constant, joined, renamed_boxes, shifted, streams
+from apbv_tests.video_files import CLIPS, VFR, decode_all, encode, picture, remux
 
 
 def cut_at_the_middle(source: str, target, first: int) -> str:

@@ -13,7 +13,7 @@ from apbv.input.files import KnownVideos, probe_once
 from apbv.input.video import VideoError, probe
 from apbv.stats import StageTimer
 
-from video_files import encode
+from apbv_tests.video_files import encode
 
 
 def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):

@@ -9,12 +9,12 @@ from PIL import Image
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig, prefill
 
-import families
-from engines import write_clip
-from families import IMAGE_FAMILIES, VIDEO_FAMILIES
-from pairs import each_choice
-from prompts import by_processor, sampled
-from video_files import decode_all
+from apbv_tests import families
+from apbv_tests.engines import write_clip
+from apbv_tests.families import IMAGE_FAMILIES, VIDEO_FAMILIES
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import by_processor, sampled
+from apbv_tests.video_files import decode_all
 
 QUESTION = "What differs?"
 FRAMES = 6

@@ -6,9 +6,9 @@ from transformers.video_utils import VideoMetadata
 
 from apbv.input.tokenized_prompt import process
 
-import families
-from families import VIDEO_FAMILIES, VISION_FAMILIES
-from pairs import each_choice
+from apbv_tests import families
+from apbv_tests.families import VIDEO_FAMILIES, VISION_FAMILIES
+from apbv_tests.pairs import each_choice
 
 FAMILY = pytest.mark.parametrize("family", VIDEO_FAMILIES)
 SEEING_FAMILY = pytest.mark.parametrize("family", VISION_FAMILIES)

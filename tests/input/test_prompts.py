@@ -17,7 +17,7 @@ from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
-import families
+from apbv_tests import families
 
 HOSTS = HostGroup.single("cpu")
 # What three kinds of templates do with a content: read strings only, read both, or read lists only.

@@ -26,10 +26,9 @@ from apbv.input.video import VideoError, probe
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
-import families
-import video_files
-from pairs import each_choice
-from prompts import by_processor, relative_error, sampled
+from apbv_tests import families, video_files
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import by_processor, relative_error, sampled
 
 FAMILY = "video_llama_3"
 QUESTION = "What moves?"

@@ -2,19 +2,18 @@
 
 import re
 
-import audio_files
 import numpy as np
 import pytest
-from odd_files import streams
-from read_prompts import read_question
 
 from apbv import HostGroup
 from apbv.input.request import Question
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 
-import families
-from video_files import encode
+from apbv_tests import audio_files, families
+from apbv_tests.odd_files import streams
+from apbv_tests.read_prompts import read_question
+from apbv_tests.video_files import encode
 
 # A screen that is busy for a second, and then changes at times.
 TIMES = [*range(0, 1000, 40), 1700, 3900, 4000, 9050, 9100, 19100, 24340]

@@ -10,8 +10,8 @@ import pytest
 from apbv.input.video import VideoError, probe, read_frames
 from apbv.input.video.file import VideoFile
 
-from pairs import each_choice
-from video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of, remux
+from apbv_tests.pairs import each_choice
+from apbv_tests.video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of, remux
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 import math
 import re
 
-import audio_files
 import numpy as np
 import pytest
 import torch
-from omni_prompts import ASKED, plain_samples
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
@@ -18,9 +16,10 @@ from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
-import families
-from prompts import by_processor
-from video_files import decode_all, encode
+from apbv_tests import audio_files, families
+from apbv_tests.omni_prompts import ASKED, plain_samples
+from apbv_tests.prompts import by_processor
+from apbv_tests.video_files import decode_all, encode
 
 HOSTS = HostGroup.single("cpu")
 QUESTION = "What happens?"

@@ -12,8 +12,8 @@ from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
-import families
-from prompts import by_processor, sampled
+from apbv_tests import families
+from apbv_tests.prompts import by_processor, sampled
 
 HOSTS = HostGroup.single("cpu")
 QUESTION = "What happens?"

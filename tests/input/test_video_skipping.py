@@ -8,7 +8,7 @@ import pytest
 from apbv.input.video import probe, read_frames
 from apbv.input.video.file import VideoFile
 
-from video_files import encode
+from apbv_tests.video_files import encode
 
 PYRAMID = "b-pyramid=normal:b-adapt=0:scenecut=0:bframes=5:ref=4"
 TEMPORAL_LAYERS = "bframes=4:scenecut=0:open-gop=0:temporal-layers=3"

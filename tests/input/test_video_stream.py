@@ -12,8 +12,8 @@ import pytest
 from apbv.input.video import VideoError, frames, iter_frames, probe, read_frames
 from apbv.input.video.file import VideoFile
 
-from pairs import each_choice, pairwise
-from video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of
+from apbv_tests.pairs import each_choice, pairwise
+from apbv_tests.video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of
 
 
 @pytest.fixture(scope="module")

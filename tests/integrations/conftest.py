@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import limit
+from apbv_tests.patience import limit
 
 CHECK_SECONDS = limit(900.0)
 

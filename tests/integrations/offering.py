@@ -7,7 +7,7 @@ from pathlib import Path
 import apbv
 from apbv.kv.offers import Offers
 
-from patience import limit, wait_for
+from apbv_tests.patience import limit, wait_for
 
 NUM_TICKETS = 32  # for each case
 TICKETS = "tickets.json"

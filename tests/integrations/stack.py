@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 
-from patience import limit, wait_for
+from apbv_tests.patience import limit, wait_for
 
 ROOT = Path(__file__).parents[2]
 

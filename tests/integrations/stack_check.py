@@ -25,8 +25,8 @@ from apbv import demo
 # isort: split
 from transformers import AutoTokenizer
 
-import families
-from patience import limit, wait_for
+from apbv_tests import families
+from apbv_tests.patience import limit, wait_for
 
 NUM_NEW = 12
 CONCURRENCY = 8

@@ -25,8 +25,8 @@ from stack import Service, client_of, decoder, prefill_worker, router, running, 
 
 from apbv import demo
 
-import families
-from patience import limit, wait_for
+from apbv_tests import families
+from apbv_tests.patience import limit, wait_for
 
 FRAMES = 128
 STEPS = {

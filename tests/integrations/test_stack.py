@@ -3,7 +3,7 @@ names."""
 
 import pytest
 
-from weights import folder
+from apbv_tests.weights import folder
 
 
 def test_routers_and_vllm_use_the_server_without_knowing_it(passed_checks):

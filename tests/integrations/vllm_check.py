@@ -28,9 +28,9 @@ import apbv
 from apbv import demo
 from apbv.input.video import probe, read_frames, sample_uniform
 
-import families
-from patience import limit, wait_for
-from tampering import damaged, flip_bit, poison, remove, reweigh, truncate
+from apbv_tests import families
+from apbv_tests.patience import limit, wait_for
+from apbv_tests.tampering import damaged, flip_bit, poison, remove, reweigh, truncate
 
 NUM_FRAMES = 64
 QUESTION, FOLLOW_UP = demo.EXAMPLE_QUESTIONS[1::-1]

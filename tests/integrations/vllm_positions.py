@@ -9,7 +9,7 @@ from vllm_engine import check
 import apbv
 from apbv import demo
 
-import families
+from apbv_tests import families
 
 QUESTION = demo.EXAMPLE_QUESTIONS[1]
 

@@ -11,7 +11,7 @@ import torch
 from offering import Tickets
 from vllm_engine import BLOCK, Server, check, check_refusals
 
-from patience import limit, wait_for
+from apbv_tests.patience import limit, wait_for
 
 SETTINGS = {"networks": ["127.0.0.0/8"], "timeout": limit(6.0)}
 

@@ -23,7 +23,7 @@ from apbv.kernels.backends import (
 )
 from apbv.kernels.library_attention import attend_natively
 
-from wrong_attention import WRONG, base_2, by_definition, raising
+from apbv_tests.wrong_attention import WRONG, base_2, by_definition, raising
 
 pytestmark = pytest.mark.cpu  # which plays GPUs and libraries
 

@@ -9,9 +9,9 @@ import torch
 
 from apbv.kernels import BufferTable, SequenceBuffers, batch_decode_attention, reference
 
-from attention_cases import OUT_TOLERANCE, PLACES, assert_out_close, randn
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.attention_cases import OUT_TOLERANCE, PLACES, assert_out_close, randn
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 
 def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, counts=None):

@@ -17,9 +17,9 @@ from apbv.kernels import (
     triton_block_sparse,
 )
 
-from attention_cases import BACKENDS, assert_attention, sliced_rows, transposed
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.attention_cases import BACKENDS, assert_attention, sliced_rows, transposed
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 DTYPES = [torch.float32, TRITON_DTYPES[-1]]

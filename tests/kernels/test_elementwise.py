@@ -8,8 +8,8 @@ import torch
 
 from apbv.kernels import triton_elementwise
 
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 
 def rms_norm(x, weight, eps):

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from patience import limit
-from scripts import ROOT
+from apbv_tests.patience import limit
+from apbv_tests.scripts import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cpu]  # compiling takes minutes
 ATTENTION = ("segments_kernel", "verify_kernel", "block_sparse_kernel")

@@ -9,8 +9,8 @@ import torch
 from apbv.kernels import library_attention as libraries
 from apbv.kernels import reference, segmented_attention, torch_attention
 
-from attention_cases import assert_attention, make_inputs
-from wrong_attention import by_definition
+from apbv_tests.attention_cases import assert_attention, make_inputs
+from apbv_tests.wrong_attention import by_definition
 
 pytestmark = pytest.mark.cpu  # on which libraries are played
 

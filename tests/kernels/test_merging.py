@@ -8,7 +8,7 @@ import torch
 
 from apbv.kernels import BackendError, merge_states, reference
 
-from attention_cases import (
+from apbv_tests.attention_cases import (
     BACKENDS,
     BATCH,
     OUT_TOLERANCE,
@@ -20,7 +20,7 @@ from attention_cases import (
     sliced_rows,
     transposed,
 )
-from pairs import each_choice
+from apbv_tests.pairs import each_choice
 
 INF = math.inf
 HEADS = 3

@@ -9,7 +9,7 @@ from apbv.kernels import reference, segmented_attention, triton_attention
 from apbv.kernels.segments import find_key_segments
 from apbv.kernels.strides import magic_divisor
 
-from attention_cases import (
+from apbv_tests.attention_cases import (
     BACKENDS,
     INF,
     PLACES,
@@ -21,7 +21,7 @@ from attention_cases import (
     poisoned,
     randn,
 )
-from device import DEVICE, TRITON_DTYPES
+from apbv_tests.device import DEVICE, TRITON_DTYPES
 
 pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
 

@@ -8,9 +8,9 @@ import torch
 
 from apbv.kernels import block_means, kv_importance, reference, select_topk
 
-from attention_cases import randn
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.attention_cases import randn
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 BATCH = 2
 KV_HEADS = 2

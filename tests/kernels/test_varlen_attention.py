@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from apbv.kernels import PackedSequences, reference, varlen_attention
 from apbv.kernels import torch_attention as varlen
 
-from pairs import each_choice
+from apbv_tests.pairs import each_choice
 
 pytestmark = pytest.mark.cpu  # on which torch's FlashAttention is played
 

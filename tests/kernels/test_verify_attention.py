@@ -7,7 +7,7 @@ import torch
 
 from apbv.kernels import reference, verify_attention
 
-from attention_cases import (
+from apbv_tests.attention_cases import (
     BACKENDS,
     assert_attention,
     make_inputs,
@@ -15,8 +15,8 @@ from attention_cases import (
     sliced_rows,
     transposed,
 )
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
 

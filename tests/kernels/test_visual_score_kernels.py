@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from apbv.kernels import similarity_to, spatial_variety, temporal_change
 
-from device import DEVICE, TRITON_DTYPES
-from pairs import each_choice
+from apbv_tests.device import DEVICE, TRITON_DTYPES
+from apbv_tests.pairs import each_choice
 
 DTYPES = [torch.float32, TRITON_DTYPES[-1]]
 LAST = (9, 1, 16, "after")

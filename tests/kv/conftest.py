@@ -13,7 +13,7 @@ from apbv import HostGroup
 from apbv.kv import offers as offers_module
 from apbv.kv.offers import Offers
 
-from patience import wait_for
+from apbv_tests.patience import wait_for
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from apbv.kv.cache import ShardedCache, appending_in_place
 from apbv.layout import plan_layout
 
-from pairs import each_choice
+from apbv_tests.pairs import each_choice
 
 LAYERS = 2
 HEADS = 2

@@ -14,7 +14,7 @@ from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import Ticket
 
-from offered import (
+from apbv_tests.offered import (
     BIG,
     a_ticket,
     asking_for_all,
@@ -25,7 +25,7 @@ from offered import (
     of_memory,
     offer,
 )
-from patience import HANGING, wait_for
+from apbv_tests.patience import HANGING, wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -12,8 +12,8 @@ from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
 
-from fresh_hosts import described
-from offered import (
+from apbv_tests.fresh_hosts import described
+from apbv_tests.offered import (
     a_ticket,
     asking_for_all,
     changed,
@@ -24,7 +24,7 @@ from offered import (
     of_memory,
     offer,
 )
-from patience import HANGING, wait_for
+from apbv_tests.patience import HANGING, wait_for
 from support.simulated import simulate
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

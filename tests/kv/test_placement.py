@@ -7,7 +7,7 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
 
-from answers import decoder_behind
+from apbv_tests.answers import decoder_behind
 
 FRAMES = 16
 

@@ -23,10 +23,10 @@ from apbv.kv.facts import KVFacts
 from apbv.kv.storage import SavedKV
 from apbv.model.digest import config_digest
 
-import families
-from pool import start
-from prompts import ATTENDING, batch_of, build, reset_rope
-from tampering import flip_bit, remove, truncate
+from apbv_tests import families
+from apbv_tests.pool import start
+from apbv_tests.prompts import ATTENDING, batch_of, build, reset_rope
+from apbv_tests.tampering import flip_bit, remove, truncate
 
 QUESTION = "name the letters in order"
 FRAMES = 40

@@ -9,7 +9,7 @@ from apbv import StorageError
 from apbv.kv.facts import digest_of_positions, digest_of_tokens
 from apbv.kv.ticket import Ticket
 
-from offered import a_ticket
+from apbv_tests.offered import a_ticket
 
 
 def test_a_ticket_comes_back_from_json_as_it_was_and_other_params_have_none():

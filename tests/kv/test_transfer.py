@@ -11,8 +11,8 @@ from apbv import Engine, HostError, HostGroup, PrefillConfig, StorageError, demo
 from apbv.kv.offers import Offers
 from apbv.kv.remote import RemoteKV, drop
 
-from offered import FRAMES, QUESTION, changed, is_free, of_memory, offered
-from patience import wait_for
+from apbv_tests.offered import FRAMES, QUESTION, changed, is_free, of_memory, offered
+from apbv_tests.patience import wait_for
 
 
 def assert_same(layers, expected, tokens: slice = slice(None), heads: slice = slice(None)) -> None:

@@ -19,10 +19,10 @@ from apbv import demo
 from apbv.launch.answer import streamed
 from apbv.launch.options import threads_wanted
 
-import families
-from patience import wait_for
-from pool import exit_statuses
-from scripts import INFER, run_script, started_hosts
+from apbv_tests import families
+from apbv_tests.patience import wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.scripts import INFER, run_script, started_hosts
 
 
 @pytest.fixture(scope="module")

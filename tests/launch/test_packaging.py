@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from patience import limit
-from scripts import ROOT
+from apbv_tests.patience import limit
+from apbv_tests.scripts import ROOT
 
 FOLDERS = {"apbv": "apbv", "kernels": "apbv/kernels", "launch": "apbv/launch"}
 

@@ -21,7 +21,7 @@ from apbv.launch.answer import run
 from apbv.launch.infer import parse_arguments
 from apbv.launch.progress import ProgressBars
 
-from patience import wait_for
+from apbv_tests.patience import wait_for
 
 FRAMES = 8
 

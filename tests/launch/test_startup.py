@@ -13,8 +13,8 @@ import pytest
 
 import apbv
 
-from patience import limit
-from scripts import ROOT
+from apbv_tests.patience import limit
+from apbv_tests.scripts import ROOT
 
 # What takes seconds to import.
 HEAVY = ("torch", "transformers", "torchvision")

@@ -14,10 +14,10 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, plan
 from apbv.model import adapters
 from apbv.model.parts import inspect_model
 
-import families
-from fresh_hosts import described
-from prompts import text_batch, video_batch
-from scripts import infer
+from apbv_tests import families
+from apbv_tests.fresh_hosts import described
+from apbv_tests.prompts import text_batch, video_batch
+from apbv_tests.scripts import infer
 
 peft = pytest.importorskip("peft")
 

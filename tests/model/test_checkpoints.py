@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 
-import families
-from fresh_hosts import described
-from prompts import text_batch
-from scripts import infer
+from apbv_tests import families
+from apbv_tests.fresh_hosts import described
+from apbv_tests.prompts import text_batch
+from apbv_tests.scripts import infer
 
 WEIGHTS = "model.safetensors"
 

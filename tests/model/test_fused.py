@@ -14,9 +14,9 @@ from apbv.model.linear_attention import LinearStates
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
 
-import families
-from pairs import each_choice
-from prompts import ALL_FAMILIES, relative_error
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import ALL_FAMILIES, relative_error
 
 TOKENS = 600  # two chunks of the fewest rows
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}

@@ -12,9 +12,9 @@ from apbv.errors import UnsupportedModelError
 from apbv.model.families import require_supported
 from apbv.model.parts import inspect_model
 
-import families
-from pairs import each_choice
-from prompts import processed
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import processed
 
 QUESTION = "What is shown?"
 LLAVA_FAMILIES = ("llava", "llava_next", "llava_next_video")

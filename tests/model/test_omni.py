@@ -16,9 +16,9 @@ from apbv.model.loading import load_model, read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode_audio import audio_rows, encode_audio
 
-import families
-from families import MEL_BINS, OMNI
-from pairs import each_choice
+from apbv_tests import families
+from apbv_tests.families import MEL_BINS, OMNI
+from apbv_tests.pairs import each_choice
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from apbv.model.loading import load_model
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
 
-from families import TEXT_FAMILIES
-from fresh_hosts import described
-from prompts import relative_error, text_batch, video_batch
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.fresh_hosts import described
+from apbv_tests.prompts import relative_error, text_batch, video_batch
 
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -7,8 +7,8 @@ import torch
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
 
-import families
-from prompts import UNCOMPRESSED, kv_of, processed, relative_error, text_batch
+from apbv_tests import families
+from apbv_tests.prompts import UNCOMPRESSED, kv_of, processed, relative_error, text_batch
 
 TRAINED = 40  # positions
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}

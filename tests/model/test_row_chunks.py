@@ -11,7 +11,7 @@ from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import chunk_rows, rows_in_chunks
 
-from prompts import build, hugging_face, relative_error, text_batch
+from apbv_tests.prompts import build, hugging_face, relative_error, text_batch
 
 TOKENS = 1300  # three chunks of the fewest rows
 FEWEST = 512

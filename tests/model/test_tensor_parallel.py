@@ -13,10 +13,10 @@ from apbv.kv.export.prefilled import own_heads
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 
-import families
-from engines import QUESTION
-from fresh_hosts import Store, described, run_fresh
-from patience import GROUP_TIMEOUT, HANGING
+from apbv_tests import families
+from apbv_tests.engines import QUESTION
+from apbv_tests.fresh_hosts import Store, described, run_fresh
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING
 
 # fp32 sums over a layer's columns, in another order
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

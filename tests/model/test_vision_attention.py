@@ -10,8 +10,8 @@ from apbv.kernels import torch_attention as varlen
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_attention
 
-import families
-from pairs import each_choice
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # (temporal patches, patches down, patches across): Qwen2.5-VL's windows here are 4 x 4 patches.

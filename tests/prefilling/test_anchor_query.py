@@ -9,9 +9,9 @@ from transformers import DynamicCache
 
 from apbv import PrefillConfig, SparseConfig
 
-from families import TEXT_FAMILIES
-from oracle import DenseOracle, as_double, decoder_inputs, run_oracle, with_attention
-from prompts import (
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.oracle import DenseOracle, as_double, decoder_inputs, run_oracle, with_attention
+from apbv_tests.prompts import (
     build,
     check_prefill,
     prefill_job,

@@ -5,24 +5,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import audio_files
 import pytest
 import torch
-from audio_files import RATE
-from omni_prompts import ASKED, FPS, FRAMES, omni_batch
-from read_prompts import read_question
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load
 from apbv.input.audio import AudioError
 from apbv.input.request import Question
 from apbv.model.parts import inspect_model
 
-import families
-from families import OMNI
-from fresh_hosts import described
-from oracle import as_double, oracle_of, run_oracle
-from prompts import check_prefill, prefill_job
-from video_files import encode
+from apbv_tests import audio_files, families
+from apbv_tests.audio_files import RATE
+from apbv_tests.families import OMNI
+from apbv_tests.fresh_hosts import described
+from apbv_tests.omni_prompts import ASKED, FPS, FRAMES, omni_batch
+from apbv_tests.oracle import as_double, oracle_of, run_oracle
+from apbv_tests.prompts import check_prefill, prefill_job
+from apbv_tests.read_prompts import read_question
+from apbv_tests.video_files import encode
 
 UNCOMPRESSED = 10**6
 ALONE = HostGroup.single("cpu")

@@ -4,10 +4,8 @@ out ones and transformers."""
 import re
 from collections import Counter
 
-import audio_files
 import pytest
 import torch
-from omni_prompts import omni_batch
 
 from apbv import (
     Engine,
@@ -27,12 +25,13 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
 from apbv.prefilling.methods import METHODS
 
-import families
-from engines import QUESTION, build_engine
-from families import OMNI, VIDEO_FAMILIES
-from oracle import as_double
-from pairs import each_choice
-from prompts import build, hugging_face_on, video_batch
+from apbv_tests import audio_files, families
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.families import OMNI, VIDEO_FAMILIES
+from apbv_tests.omni_prompts import omni_batch
+from apbv_tests.oracle import as_double
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import build, hugging_face_on, video_batch
 
 FRAMES = 12
 ONE_PATCH = VideoConfig(chunk_bytes=1)

@@ -10,10 +10,16 @@ import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig
 from apbv.model.parts import inspect_model
 
-import families
-from families import HYBRID_FAMILIES, TEXT_FAMILIES
-from oracle import as_double, oracle_of, run_oracle
-from prompts import ALL_FAMILIES, relative_error, shown_batch, text_batch, unwritten_memory_is_nan
+from apbv_tests import families
+from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES
+from apbv_tests.oracle import as_double, oracle_of, run_oracle
+from apbv_tests.prompts import (
+    ALL_FAMILIES,
+    relative_error,
+    shown_batch,
+    text_batch,
+    unwritten_memory_is_nan,
+)
 
 METHODS = ("apbv", "apbv", "apbv", "apb", "star", "zigzag_ring", "ulysses", "full")
 EXACT = ("zigzag_ring", "ulysses", "full")

@@ -9,8 +9,8 @@ from apbv.config import IMPORTANCE_NAMES
 from apbv.kernels import torch_importance
 from apbv.prefilling.methods.importance import importance_of
 
-from attention_cases import randn
-from oracle import DenseOracle
+from apbv_tests.attention_cases import randn
+from apbv_tests.oracle import DenseOracle
 
 BATCH = 2
 KV_HEADS = 2

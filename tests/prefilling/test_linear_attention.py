@@ -24,10 +24,10 @@ from apbv.errors import StorageError
 from apbv.model.parts import inspect_model
 from apbv.prefilling import split_linear_attention
 
-import families
-from answers import plain_tokens
-from oracle import DenseOracle, as_double, oracle_of, run_oracle, with_attention
-from prompts import (
+from apbv_tests import families
+from apbv_tests.answers import plain_tokens
+from apbv_tests.oracle import DenseOracle, as_double, oracle_of, run_oracle, with_attention
+from apbv_tests.prompts import (
     UNCOMPRESSED,
     batch_of,
     build,

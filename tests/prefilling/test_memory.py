@@ -33,9 +33,9 @@ from apbv.prefilling import forward
 from apbv.prefilling.memory import HostMemory, host_memory
 from apbv.prefilling.methods import METHODS
 
-import families
-from pairs import each_choice, pairwise
-from prompts import text_batch, video_batch
+from apbv_tests import families
+from apbv_tests.pairs import each_choice, pairwise
+from apbv_tests.prompts import text_batch, video_batch
 from support.simulated import SimulatedHost, share_weights, simulate
 
 

@@ -6,11 +6,11 @@ import torch
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.prefilling.methods import METHODS
 
-import families
-from families import TEXT_FAMILIES
-from oracle import as_double, oracle_of, run_oracle
-from pairs import each_choice
-from prompts import (
+from apbv_tests import families
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.oracle import as_double, oracle_of, run_oracle
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import (
     ALL_FAMILIES,
     EXAMPLES,
     UNCOMPRESSED,

@@ -12,9 +12,9 @@ from apbv.prefilling.memory import host_memory
 from apbv.prefilling.methods import METHODS, base
 from apbv.prefilling.reduction import pruning
 
-import families
-from fresh_hosts import Store, described, run_fresh
-from prompts import build, text_batch, video_batch
+from apbv_tests import families
+from apbv_tests.fresh_hosts import Store, described, run_fresh
+from apbv_tests.prompts import build, text_batch, video_batch
 
 TOKENS = 400
 SHORT = {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}

@@ -11,9 +11,9 @@ from apbv.prefilling.methods import block_attention, flexprefill
 from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 
-from oracle import DenseOracle, as_double, oracle_of, run_oracle
-from pairs import each_choice
-from prompts import (
+from apbv_tests.oracle import DenseOracle, as_double, oracle_of, run_oracle
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import (
     as_inputs,
     build,
     check_prefill,
@@ -25,7 +25,7 @@ from prompts import (
     text_batch,
     video_batch,
 )
-from sparse_oracle import chosen_pairs
+from apbv_tests.sparse_oracle import chosen_pairs
 
 ALONE = HostGroup.single("cpu")
 

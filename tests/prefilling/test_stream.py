@@ -25,11 +25,10 @@ from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
 from apbv.stats import StageTimer
 
-import families
-import video_files
-from engines import QUESTION
-from pairs import each_choice
-from prompts import by_processor, sampled
+from apbv_tests import families, video_files
+from apbv_tests.engines import QUESTION
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import by_processor, sampled
 
 FRAMES = 13
 ONE_PATCH = VideoConfig(chunk_bytes=1)

@@ -6,9 +6,9 @@ from apbv import HostGroup, PrefillConfig, ReduceConfig, plan, prefill
 from apbv.config import REDUCER_NAMES
 from apbv.launch.plan import main
 
-import families
-from pairs import each_choice
-from prompts import video_batch
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import video_batch
 
 LAYERS = 6
 FRAMES = 50

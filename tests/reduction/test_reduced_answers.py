@@ -14,7 +14,7 @@ from apbv import (
 from apbv.kv.offers import Offers
 from apbv.prefilling.methods import METHODS
 
-from families import build_model, build_processor
+from apbv_tests.families import build_model, build_processor
 
 QUESTION = "name the letters in order"
 NUM_TEXT = 15  # tokens of the prompt around the video

@@ -3,17 +3,25 @@ left of them."""
 
 import pytest
 import torch
-from reduction_oracle import DEFINITIONS
 
 from apbv import HostGroup, ReduceConfig
 from apbv.config import REDUCER_NAMES
 from apbv.prefilling.reduction import REDUCERS
 
-import families
-from fresh_hosts import described
-from oracle import decoder_inputs
-from pairs import each_choice
-from prompts import UNCOMPRESSED, build, prefill_job, processed, reset_rope, text_batch, video_batch
+from apbv_tests import families
+from apbv_tests.fresh_hosts import described
+from apbv_tests.oracle import decoder_inputs
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import (
+    UNCOMPRESSED,
+    build,
+    prefill_job,
+    processed,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
+from apbv_tests.reduction_oracle import DEFINITIONS
 
 
 @torch.no_grad()

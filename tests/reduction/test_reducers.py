@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from reduction_oracle import DEFINITIONS
 
 from apbv import HostGroup
 from apbv.layout import split_evenly
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.frames import SharedVideo
+
+from apbv_tests.reduction_oracle import DEFINITIONS
 
 WIDTH = 12
 DEEPSTACK = 2

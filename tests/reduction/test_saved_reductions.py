@@ -10,8 +10,8 @@ import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig, SamplingParams, StorageError
 from apbv.kv.placement import GatheredKV, ShardedKV
 
-from answers import plain_tokens
-from prompts import as_inputs, build, kv_of, video_batch
+from apbv_tests.answers import plain_tokens
+from apbv_tests.prompts import as_inputs, build, kv_of, video_batch
 
 FAMILY = "qwen2_5_vl"
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)

@@ -1,16 +1,15 @@
 """What reduces visual tokens leaves all sound where it is."""
 
-import audio_files
 import torch
-from omni_prompts import embedded, omni_batch
 
 from apbv import HostGroup
 from apbv.config import ReduceConfig
 
-import families
-from families import OMNI
-from oracle import as_double
-from prompts import prefilled, relative_error
+from apbv_tests import audio_files, families
+from apbv_tests.families import OMNI
+from apbv_tests.omni_prompts import embedded, omni_batch
+from apbv_tests.oracle import as_double
+from apbv_tests.prompts import prefilled, relative_error
 
 
 def reduced_job(hosts: HostGroup, batch: dict, settings: dict):

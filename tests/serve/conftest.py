@@ -12,8 +12,8 @@ from PIL import Image
 from apbv import demo
 from apbv.input.video import probe, read_frames
 
-from patience import HANGING
-from servers import InProcess
+from apbv_tests.patience import HANGING
+from apbv_tests.servers import InProcess
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from apbv.serve.openai_batch import Batch
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 
-from hard_schemas import many_patterns
-from patience import wait_for
-from pool import exit_statuses
-from scripts import ROOT, run_hosts, started_hosts
-from servers import part, serving, text
+from apbv_tests.hard_schemas import many_patterns
+from apbv_tests.patience import wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.scripts import ROOT, run_hosts, started_hosts
+from apbv_tests.servers import part, serving, text
 
 BATCH = ROOT / "launch" / "batch.py"
 URL = "/v1/chat/completions"

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.grammar import Grammars
 
-from hard_schemas import many_patterns
-from servers import InProcess, chunks, post
+from apbv_tests.hard_schemas import many_patterns
+from apbv_tests.servers import InProcess, chunks, post
 
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"

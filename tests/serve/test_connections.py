@@ -19,9 +19,9 @@ from apbv.serve.connections import Connections, HttpProtocol, log_in_one_line, m
 from apbv.serve.log import OncePerPeriod
 from apbv.serve.server import bind
 
-from patience import HANGING, wait_for
-from pool import exit_statuses
-from servers import ENDLESS, Stream, serving
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.servers import ENDLESS, Stream, serving
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -29,10 +29,10 @@ from apbv.speculate.decode_loop import PrefilledRequest
 from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
-from fresh_hosts import Store, run_fresh
-from patience import HANGING, wait_for
-from servers import InProcess, asking, chunks, data_url, follow_server, part, post
-from video_files import packets_of
+from apbv_tests.fresh_hosts import Store, run_fresh
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.servers import InProcess, asking, chunks, data_url, follow_server, part, post
+from apbv_tests.video_files import packets_of
 
 FOLDER: Path = demo.video_path().parent
 CHAT = "/v1/chat/completions"

@@ -25,8 +25,8 @@ from apbv.serve.scheduler import Scheduler
 from apbv.serve.server import bind, listen
 from apbv.serve.work_order import WorkOrder
 
-from patience import HANGING, wait_for
-from servers import HAND_OVER, InProcess, asking, metric_in, part, post
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
 STEPS = "apbv.decode.batch_steps"
 NOTE = "apbv.serve.output.JobOutput._note"

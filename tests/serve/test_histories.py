@@ -8,7 +8,7 @@ import pytest
 
 from apbv import Engine, HostGroup
 
-from servers import InProcess, post, text
+from apbv_tests.servers import InProcess, post, text
 
 CHAT = "/v1/chat/completions"
 ASKED = {"role": "user", "content": "which"}

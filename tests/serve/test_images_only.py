@@ -5,7 +5,7 @@ import pytest
 
 from apbv import Engine, HostGroup
 
-from servers import data_url, part, serving, text
+from apbv_tests.servers import data_url, part, serving, text
 
 QUESTION = "What is shown?"
 

@@ -12,7 +12,7 @@ from apbv.serve.counting import JsonLimits
 from apbv.serve.media import MediaError, _decode_data
 from apbv.serve.requests import ApiError, ChatRequest, CompletionRequest
 
-from servers import InProcess, asking
+from apbv_tests.servers import InProcess, asking
 
 LIMITS = JsonLimits(values=100, containers=20)
 CHAT = "/v1/chat/completions"

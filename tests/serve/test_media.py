@@ -23,8 +23,8 @@ from apbv.serve.request_reader import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, ChatRequest
 from apbv.serve.settings import ServerSettings
 
-from patience import HANGING
-from servers import asking, data_url, part, text
+from apbv_tests.patience import HANGING
+from apbv_tests.servers import asking, data_url, part, text
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from apbv.input.content import OTHER_FILE_OPTIONS
 from apbv.input.video import probe, sample_fps, sample_uniform
 
-from servers import part, post, text
+from apbv_tests.servers import part, post, text
 
 CHAT, QUESTION = "/v1/chat/completions", text("which letter has the border: red")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from apbv.input.prompt_reader import PromptReader
 from apbv.serve.requests import ApiError, ChatRequest
 
-from servers import HAND_OVER, asking, part, post, text
+from apbv_tests.servers import HAND_OVER, asking, part, post, text
 
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"

@@ -8,9 +8,8 @@ import numpy as np
 
 from apbv.input.repeats import kept_tokens
 
-import families
-import video_files
-from servers import InProcess, part, post, text
+from apbv_tests import families, video_files
+from apbv_tests.servers import InProcess, part, post, text
 
 
 def moving_corner(i: int, height: int, width: int) -> np.ndarray:

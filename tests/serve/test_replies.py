@@ -16,7 +16,7 @@ from apbv.serve.replies import Replies
 from apbv.serve.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
-from servers import HAND_OVER, InProcess, asking, chunks, data_url, part, post, text
+from apbv_tests.servers import HAND_OVER, InProcess, asking, chunks, data_url, part, post, text
 
 PROMPT = "name the letters in order"
 CHAT = [{"role": "user", "content": "x"}]

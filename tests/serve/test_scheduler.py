@@ -20,8 +20,8 @@ from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 from apbv.serve.work_order import WorkOrder
 
-from patience import HANGING
-from servers import metric_in
+from apbv_tests.patience import HANGING
+from apbv_tests.servers import metric_in
 
 
 def scheduler(max_tokens: int = 100, num_decode_hosts: int = 1, **limits) -> Scheduler:

@@ -20,10 +20,10 @@ from apbv import demo
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.ticket import Ticket
 
-from patience import HANGING, wait_for
-from pool import exit_statuses
-from servers import HAND_OVER, KEY, Server, Stream, data_url, part, serving, text
-from video_files import packets_of
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.servers import HAND_OVER, KEY, Server, Stream, data_url, part, serving, text
+from apbv_tests.video_files import packets_of
 
 DESCRIBE = "describe the clip shot by shot"
 CLIP = "clips/a clip.mp4"

@@ -10,8 +10,8 @@ import uvicorn
 
 from apbv.serve.connections import Connections, HttpProtocol
 
-from patience import HANGING, wait_for
-from servers import InProcess, asking
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.servers import InProcess, asking
 
 
 async def trickle(went_on: asyncio.Event, first: bytes = b"{"):

@@ -11,9 +11,9 @@ import pytest
 
 from apbv import demo
 
-from patience import HANGING, wait_for
-from pool import exit_statuses
-from servers import HAND_OVER, Server, data_url, left_open, part, serving, text
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.servers import HAND_OVER, Server, data_url, left_open, part, serving, text
 
 CLIENTS = 12
 REQUESTS = 160

@@ -3,11 +3,10 @@
 import base64
 from contextlib import closing
 
-import audio_files
 import pytest
 
-import families
-from servers import InProcess, data_url, part, post, text
+from apbv_tests import audio_files, families
+from apbv_tests.servers import InProcess, data_url, part, post, text
 
 
 @pytest.fixture(scope="module")

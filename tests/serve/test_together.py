@@ -13,10 +13,10 @@ from apbv import demo
 from apbv.kv.cache import GROWTH_ROWS
 from apbv.kv.ticket import Ticket
 
-import families
-from patience import wait_for
-from pool import exit_statuses
-from servers import ENDLESS, HAND_OVER, Server, Stream, left_open, part, serving, text
+from apbv_tests import families
+from apbv_tests.patience import wait_for
+from apbv_tests.pool import exit_statuses
+from apbv_tests.servers import ENDLESS, HAND_OVER, Server, Stream, left_open, part, serving, text
 
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
 

@@ -21,8 +21,8 @@ from apbv.serve.thoughts import CLOSING_TAGS, opened_thought
 from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
 from apbv.serve.work_order import WorkOrder
 
-import families
-from servers import HAND_OVER, InProcess, chunks, part, post, text
+from apbv_tests import families
+from apbv_tests.servers import HAND_OVER, InProcess, chunks, part, post, text
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "name the letters in order"}]}

@@ -14,10 +14,10 @@ from apbv.input.request import Question, Request
 from apbv.prefilling.reduction.choosing import keep_even
 from apbv.stats import StageTimer
 
-import families
-from engines import CAPTION, QUESTION, build_engine
-from fresh_hosts import described
-from scripts import INFER, infer
+from apbv_tests import families
+from apbv_tests.engines import CAPTION, QUESTION, build_engine
+from apbv_tests.fresh_hosts import described
+from apbv_tests.scripts import INFER, infer
 
 STEPS = 7
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}

@@ -26,11 +26,11 @@ from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
-import families
-from answers import answer_by, decoder_behind, plain_tokens
-from drafters import PATTERNS, ScriptedDrafter
-from prompts import UNCOMPRESSED, as_inputs, build, text_batch
-from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
+from apbv_tests import families
+from apbv_tests.answers import answer_by, decoder_behind, plain_tokens
+from apbv_tests.drafters import PATTERNS, ScriptedDrafter
+from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, text_batch
+from apbv_tests.table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
 STEPS = 8
 GAMMA = 3

@@ -20,8 +20,8 @@ from apbv.prefilling.prefiller import Prefiller
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
 
-from engines import QUESTION, build_engine
-from patience import HANGING, wait_for
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.patience import HANGING, wait_for
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_only"}]

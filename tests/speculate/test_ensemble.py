@@ -23,9 +23,9 @@ from apbv.speculate.draft import DraftTask
 from apbv.speculate.ensemble import AdaptedWeights, EnsembleDrafter, as_text, read_contexts
 from apbv.speculate.tree import Tree
 
-import families
-from engines import CAPTION, QUESTION
-from prompts import processed
+from apbv_tests import families
+from apbv_tests.engines import CAPTION, QUESTION
+from apbv_tests.prompts import processed
 
 # ---- one batch of contexts, and each alone ----
 

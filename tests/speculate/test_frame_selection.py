@@ -11,7 +11,7 @@ from apbv.prefilling.encode import encode_visual
 from apbv.prefilling.reduction.frames import SharedVideo, num_in_frames
 from apbv.speculate.frame_selection import FRAME_SELECTIONS, keep_from_frames
 
-from prompts import as_inputs, build, reset_rope, video_batch
+from apbv_tests.prompts import as_inputs, build, reset_rope, video_batch
 
 NUM_FRAMES = 11
 HEIGHT = 2

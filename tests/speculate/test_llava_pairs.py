@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
 
-import families
-from engines import CAPTION, QUESTION
-from prompts import UNCOMPRESSED
+from apbv_tests import families
+from apbv_tests.engines import CAPTION, QUESTION
+from apbv_tests.prompts import UNCOMPRESSED
 
 STEPS = 12
 PAIRS = ("llava", "llava_next")

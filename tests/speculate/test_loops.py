@@ -13,10 +13,10 @@ from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
 
-from answers import answer_by, decoder_behind
-from drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
-from families import TEXT_FAMILIES
-from prompts import ATTENDING, as_inputs, build, text_batch, video_batch
+from apbv_tests.answers import answer_by, decoder_behind
+from apbv_tests.drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
+from apbv_tests.families import TEXT_FAMILIES
+from apbv_tests.prompts import ATTENDING, as_inputs, build, text_batch, video_batch
 
 STEPS = 19
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}

@@ -14,7 +14,7 @@ from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import ModelDrafter
 
-from engines import QUESTION, build_engine
+from apbv_tests.engines import QUESTION, build_engine
 
 VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
 

@@ -19,10 +19,10 @@ from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
 from apbv.stats import Recorder
 
-from answers import answer_by
-from drafters import PATTERNS, STEPS, ScriptedDrafter, ScriptedTree, decoders
-from pairs import each_choice
-from prompts import build, text_batch
+from apbv_tests.answers import answer_by
+from apbv_tests.drafters import PATTERNS, STEPS, ScriptedDrafter, ScriptedTree, decoders
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import build, text_batch
 
 # ---- the decision ----
 

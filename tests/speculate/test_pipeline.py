@@ -25,12 +25,12 @@ from apbv.speculate.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.tree import Tree
 from apbv.speculate.verify import verify_window
 
-from answers import answer_by
-from drafters import PATTERNS, STEPS, VOCABULARY, decoders
-from fresh_hosts import described
-from patience import GROUP_TIMEOUT, HANGING
-from prompts import build, text_batch
-from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
+from apbv_tests.answers import answer_by
+from apbv_tests.drafters import PATTERNS, STEPS, VOCABULARY, decoders
+from apbv_tests.fresh_hosts import described
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING
+from apbv_tests.prompts import build, text_batch
+from apbv_tests.table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
 # ---- the pipeline, with a scripted draft ----
 

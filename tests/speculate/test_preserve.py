@@ -17,9 +17,9 @@ from apbv.speculate import builders, score_observers
 from apbv.speculate.hippo import local_semantics, standardised
 from apbv.speculate.strategies import make_observer
 
-import families
-from pairs import each_choice
-from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
+from apbv_tests import families
+from apbv_tests.pairs import each_choice
+from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 from support.simulated import simulate
 
 DOUBLE = torch.float64

@@ -5,10 +5,8 @@ import json
 from functools import partial
 from unittest.mock import patch
 
-import audio_files
 import pytest
 import torch
-from omni_prompts import ASKED, FRAMES, embedded, omni_batch
 from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
@@ -20,11 +18,12 @@ from apbv.speculate.draft import prefill_draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
 from apbv.speculate.tree import Tree
 
-import families
-from engines import QUESTION, build_engine
-from families import OMNI
-from oracle import as_double
-from patience import HANGING
+from apbv_tests import audio_files, families
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.families import OMNI
+from apbv_tests.omni_prompts import ASKED, FRAMES, embedded, omni_batch
+from apbv_tests.oracle import as_double
+from apbv_tests.patience import HANGING
 
 STEPS = 8
 

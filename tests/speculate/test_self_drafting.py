@@ -17,11 +17,11 @@ from apbv import HostGroup, SamplingParams, SpeculativeConfig
 from apbv.speculate import speculative_batch
 from apbv.speculate.drafters import ModelDrafter
 
-import families
-from engines import QUESTION, build_engine
-from oracle import masked_attention, with_attention
-from pairs import pairwise
-from prompts import by_processor, reset_rope, sampled
+from apbv_tests import families
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.oracle import masked_attention, with_attention
+from apbv_tests.pairs import pairwise
+from apbv_tests.prompts import by_processor, reset_rope, sampled
 
 FAMILY = "qwen2_5_vl"
 LAYERS = 3

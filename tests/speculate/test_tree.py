@@ -16,12 +16,12 @@ from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
 
-import families
-from answers import answer_by
-from attention_cases import assert_out_close, make_inputs
-from device import DEVICE
-from drafters import decoders
-from prompts import text_batch, video_batch
+from apbv_tests import families
+from apbv_tests.answers import answer_by
+from apbv_tests.attention_cases import assert_out_close, make_inputs
+from apbv_tests.device import DEVICE
+from apbv_tests.drafters import decoders
+from apbv_tests.prompts import text_batch, video_batch
 
 STEPS = 19
 TREE = Tree.of(25, 5)

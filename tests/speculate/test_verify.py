@@ -11,7 +11,7 @@ import torch
 from apbv.decode.sampling import NotFiniteError, draw, probabilities
 from apbv.speculate.verify import Verdict, decide_greedy, decide_sampled, verdict_of
 
-from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
+from apbv_tests.table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
 CASES = {
     "another vocabulary": lambda: TableModel(tables(5), tables(5, 1)[:, :4]),

@@ -9,7 +9,7 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from video_files import picture
+from apbv_tests.video_files import picture
 
 WIDTH = 64
 HEIGHT = 64

@@ -25,8 +25,8 @@ from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.settings import ServerSettings
 from apbv.serve.worker import Worker
 
-from patience import HANGING, limit, wait_for
-from scripts import ROOT, started_hosts
+from apbv_tests.patience import HANGING, limit, wait_for
+from apbv_tests.scripts import ROOT, started_hosts
 
 KEY = "a key"
 # As routers ask for a prompt's KV.

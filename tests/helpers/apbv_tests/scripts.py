@@ -20,10 +20,10 @@ from jsonschema.protocols import Validator
 
 from apbv.errors import ApbvError
 
-from patience import limit
-from pool import exit_statuses, start
+from apbv_tests.patience import limit
+from apbv_tests.pool import exit_statuses, start
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT_TIMEOUT = limit(600.0)
 BENCHMARKS = ROOT / "benchmarks"
 INFER = ROOT / "launch" / "infer.py"

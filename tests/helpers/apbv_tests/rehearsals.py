@@ -14,10 +14,10 @@ from torchvision.transforms.v2.functional import _geometry
 
 from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 
-from engines import QUESTION, build_engine
-from interpreting import keep_replaced
-from patience import GROUP_TIMEOUT
-from pretend_gpu import GLOO, GLOO_AND_NCCL, Machine, callers_group, to_gpu
+from apbv_tests.engines import QUESTION, build_engine
+from apbv_tests.interpreting import keep_replaced
+from apbv_tests.patience import GROUP_TIMEOUT
+from apbv_tests.pretend_gpu import GLOO, GLOO_AND_NCCL, Machine, callers_group, to_gpu
 
 FURTHER_QUESTION = "And then?"
 keep_replaced()  # also in the processes of a pool

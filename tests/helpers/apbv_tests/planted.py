@@ -122,7 +122,7 @@ import os
 import runpy
 import sys
 
-from planted import planted
+from apbv_tests.planted import planted
 from contextlib import nullcontext
 
 is_bad = os.environ.get("RANK", "0") == "{host}"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts import failure_watch, heartbeat
 
-from patience import GROUP_TIMEOUT, wait_for
-from pool import exit_statuses, start
+from apbv_tests.patience import GROUP_TIMEOUT, wait_for
+from apbv_tests.pool import exit_statuses, start
 
 
 def described(job: Callable, *args) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from scripts import ROOT
+from apbv_tests.scripts import ROOT
 from support.clips import DEMO_CLIP, make_clip, questions
 
 README = ROOT / "README.md"

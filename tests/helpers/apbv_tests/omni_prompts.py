@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import av
 import numpy as np
 import torch
-from audio_files import RATE
 
-import families
-from families import OMNI
-from video_files import decode_all
+from apbv_tests import families
+from apbv_tests.audio_files import RATE
+from apbv_tests.families import OMNI
+from apbv_tests.video_files import decode_all
 
 FPS = 25
 FRAMES = 10

@@ -14,10 +14,10 @@ from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 
-import families
-from families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
+from apbv_tests import families
+from apbv_tests.families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
+from apbv_tests.video_files import decode_all
 from support.simulated import share_weights
-from video_files import decode_all
 
 ALL_FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 # In all layers.

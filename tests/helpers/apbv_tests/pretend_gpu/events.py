@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _OURS = tuple(str(_ROOT / folder) + "/" for folder in ("apbv", "kernels", "launch"))
 
 

@@ -20,21 +20,21 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from patience import GROUP_TIMEOUT, HANGING, limit
+from apbv_tests.patience import GROUP_TIMEOUT, HANGING, limit
 
 GROUP_SIZES = (1, 2, 3, 4)
 MAX_HOSTS = max(GROUP_SIZES)
 # A group lives as long as its process, and its thread wakes up a hundred times a second.
 _MOST_GROUPS = 32
 # Of the modules that the server imports.
-_FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
+_FOLDERS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "benchmarks")]
 _JOB_TIMEOUT = limit(600.0)
 
 
 def start(target: Callable, *args) -> mp.Process:
     """A process forked from the server that has imported everything."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
+    context.set_forkserver_preload(["apbv_tests.preloaded"])
     with patch.dict(
         os.environ, PYTHONPATH=os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
     ):
@@ -58,7 +58,7 @@ def _make_tests_importable() -> None:
     under that name.
     """
     package = ModuleType("tests")
-    package.__path__ = [str(Path(__file__).parents[1])]
+    package.__path__ = [str(Path(__file__).parents[2])]
     sys.modules.setdefault("tests", package)
 
 

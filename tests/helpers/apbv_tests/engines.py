@@ -9,7 +9,7 @@ import torch
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
 from apbv.speculate import STRATEGIES
 
-import families
+from apbv_tests import families
 
 QUESTION = "What happens here?"
 

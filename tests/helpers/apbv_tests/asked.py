@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import ModuleType
 
-from scripts import validator_of
+from apbv_tests.scripts import validator_of
 from support.evaluation.scoring import Run, runs_of
 from support.records import read_records
 

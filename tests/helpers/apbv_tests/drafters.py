@@ -8,7 +8,7 @@ from apbv.decode.runner import Decoder
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import Drafter, Proposal
 
-from prompts import UNCOMPRESSED, as_inputs
+from apbv_tests.prompts import UNCOMPRESSED, as_inputs
 
 STEPS = 26
 VOCABULARY = 250

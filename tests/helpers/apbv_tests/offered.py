@@ -18,8 +18,8 @@ from apbv.kv.remote import RemoteKV
 from apbv.kv.sending import Share
 from apbv.kv.ticket import Ticket, new_token, new_transfer
 
-from patience import GROUP_TIMEOUT, wait_for
-from pool import HostPool
+from apbv_tests.patience import GROUP_TIMEOUT, wait_for
+from apbv_tests.pool import HostPool
 
 QUESTION = "name the letters in order"
 FRAMES = 40

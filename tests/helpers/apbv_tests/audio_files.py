@@ -6,7 +6,7 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from video_files import picture
+from apbv_tests.video_files import picture
 
 RATE = 16000
 # Audio is given to encoders in pieces of so many samples.

@@ -7,11 +7,11 @@ from operator import itemgetter
 from pathlib import Path
 
 import av
-import field_stream
 import numpy as np
 from av.stream import Disposition
 
-from video_files import encode, picture, remux
+from apbv_tests import field_stream
+from apbv_tests.video_files import encode, picture, remux
 
 X265 = {"codec": "libx265", "bframes": None, "x264": "bframes=3:scenecut=0", "gop": 20}
 

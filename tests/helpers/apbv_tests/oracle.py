@@ -13,7 +13,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from apbv import SparseConfig
 
-from sparse_oracle import chosen_pairs
+from apbv_tests.sparse_oracle import chosen_pairs
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Imports what the tests' processes need, once for all that are forked; see ``pool.start``."""
 
-import session  # noqa: F401  (before torch)
+from apbv_tests import session  # noqa: F401  (before torch)
 
 # isort: split
 import gc
@@ -13,8 +13,10 @@ from PIL import Image
 
 import apbv.serve.server  # noqa: F401
 
-import prompts
-import rehearsals  # noqa: F401
+from apbv_tests import (
+    prompts,
+    rehearsals,  # noqa: F401
+)
 from support import bench, exams  # noqa: F401
 
 # transformers imports the files of a model and of its processor when they are first used.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from device import DEVICE
+from apbv_tests.device import DEVICE
 
 BATCH = 2
 KV_HEADS = 2
