@@ -12,7 +12,7 @@ setup(
     package_data={
         "apbv": ["py.typed"],
         "apbv.kernels": ["tiles.json"],
-        "apbv.model": ["families.toml"],
+        "apbv.model.families": ["families.toml"],
         "apbv.serve": ["*.toml"],
         "apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"],
     },

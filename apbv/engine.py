@@ -39,8 +39,9 @@ from .input.sink import AnswerSink, StopFunction
 from .input.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
 from .model.attention import apbv_attention
+from .model.families import hybrid_family
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
-from .model.parts import ModelParts, hybrid_family
+from .model.parts import ModelParts
 from .prefilling.forward import ready_for_prefills
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest

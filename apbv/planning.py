@@ -4,7 +4,7 @@ import re
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +16,10 @@ from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_type
 from .errors import InvalidConfigError, InvalidRequestError
 from .hosts.devices import choose_device
-from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
+from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk
 from .layout import ContextLayout, LayoutError
+from .model.families import DecoderSizes, family_of, hybrid_family, require_supported
 from .model.loading import read_config, read_video_processor
-from .model.parts import (
-    IMAGE_FAMILIES,
-    VIDEO_FAMILIES,
-    DecoderSizes,
-    hybrid_family,
-    prompts_like,
-    require_supported,
-)
 from .model.quantization import quantization_of
 from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
@@ -40,9 +33,6 @@ from .stats import free_memory_bytes
 # Tokens of a chat before the video, and of a question after it.
 _TOKENS_BEFORE = 16
 _TOKENS_BEHIND = 64
-# Tokens before each temporal patch but the first, by model family: "<1234.5 seconds>",
-# ",Time 1234.5s:" or "Frame123:", and marks of frames.
-_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not
 # measured.
 _GPU_OVERHEAD = 2**30
@@ -482,20 +472,20 @@ def video_size(
             this number of frames.
     """
     # Check.
-    if config.model_type in IMAGE_FAMILIES:
+    family = family_of(config)
+    if family.reads_images and not family.reads_video:
         raise InvalidConfigError(
-            f"{config.model_type} models read images only: give the tokens of a prompt, not the "
-            "frames of a video"
+            f"{family} models read images only: give the tokens of a prompt, not the frames of a "
+            "video"
         )
     if processor is None:
         raise InvalidConfigError(
-            f"a video plan needs the processor of the {config.model_type} model, not only its "
-            "config"
+            f"a video plan needs the processor of the {family} model, not only its config"
         )
 
     # Run the processor.
     frames_per_patch = getattr(processor, "temporal_patch_size", 1)
-    num_frames_read = num_frames_told(prompts_like(config.model_type), num_frames, frames_per_patch)
+    num_frames_read = family.num_frames_told(num_frames, frames_per_patch)
     frames = torch.empty(num_frames_read, 3, height, width, dtype=torch.uint8, device="meta")
     options = {}
     if hasattr(processor, "use_token_compression"):
@@ -507,33 +497,14 @@ def video_size(
     except ZeroDivisionError as error:
         # VideoLLaMA 3's processor divides a number of pixels among the frames.
         raise _TooManyFramesError(
-            f"the video processor of the {config.model_type} model leaves no pixel for each of "
+            f"the video processor of the {family} model leaves no pixel for each of "
             f"{num_frames:,} frames"
         ) from error
 
     # Count the tokens, by the model's rule.
     pixels = batch["pixel_values_videos"]
-    vision = config.vision_config
-    num_patches = pixels.shape[1]
-    if "video_grid_thw" in batch:
-        num_patches, *sides = batch["video_grid_thw"][0].tolist()
-        if "video_merge_sizes" in batch:
-            merge = int(batch["video_merge_sizes"])
-        else:
-            merge = vision.spatial_merge_size
-        num_rows = num_patches * prod(sides) // merge**2
-    elif config.model_type == "llava_onevision":
-        # A frame's sides are halved, and one token ends the video.
-        side = ceil(pixels.shape[-1] // vision.patch_size / 2)
-        num_rows = num_patches * side**2 + 1
-    elif config.model_type == "llava_next_video":
-        # Four of the tower's patches of a frame make a token.
-        height, width = pixels.shape[-2:]
-        num_vision_patches = (height // vision.patch_size) * (width // vision.patch_size)
-        num_rows = num_patches * (num_vision_patches // 4)
-    else:
-        num_rows = num_patches * config.image_seq_length
-    num_text = (num_patches - 1) * _TEXT_TOKENS.get(prompts_like(config.model_type), 0)
+    num_patches, num_rows = family.video_size(batch)
+    num_text = (num_patches - 1) * family.text_tokens_per_patch
     return VideoSize(num_patches, num_rows, num_text, pixels.numel() * 4)
 
 
@@ -564,12 +535,12 @@ def _describe(
         demo_path: returns the directory that ``"demo"`` means.
     """
     if isinstance(model, PreTrainedConfig):
-        require_supported(model)
-        return model.name_or_path or model.model_type, model, None
+        family = require_supported(model)
+        return family.checkpoint or family.name, model, None
     path = demo_path() if str(model) == "demo" else model
     config = read_config(path)
     processor = None
-    if require_supported(config) in VIDEO_FAMILIES:
+    if require_supported(config).reads_video:
         processor = read_video_processor(path)
     return str(model), config, processor
 
@@ -583,11 +554,7 @@ def _itemsize(config: PreTrainedConfig, dtype: str | torch.dtype) -> int:
     if dtype not in DTYPE_NAMES and not isinstance(dtype, torch.dtype):
         raise InvalidConfigError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     if dtype == "auto":
-        dtype = (
-            getattr(config, "dtype", None)
-            or getattr(config.get_text_config(), "dtype", None)
-            or "float32"
-        )
+        dtype = family_of(config).dtype
     return getattr(torch, str(dtype).removeprefix("torch.")).itemsize
 
 

@@ -33,9 +33,9 @@ from transformers import AutoModel, PreTrainedConfig
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
 from apbv.model.attention import apbv_attention
+from apbv.model.families import DecoderSizes
 from apbv.model.fused import ElementwiseKernels, fused_stand_ins, with_stand_ins
 from apbv.model.linear_attention import with_linear_attention
-from apbv.model.parts import DecoderSizes
 
 from support.arguments import parser_of, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt

@@ -19,7 +19,8 @@ import pytest
 
 from apbv import ReduceConfig
 from apbv.decode.batch import model_batching_obstacle
-from apbv.model.parts import TEXT_FAMILIES, VISION_FAMILIES, hybrid_family, inspect_model
+from apbv.model.families import TEXT_FAMILIES, VISION_FAMILIES, hybrid_family
+from apbv.model.parts import inspect_model
 from apbv.model.tensor_parallel import require_divisible
 from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse

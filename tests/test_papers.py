@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from apbv import PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
-from apbv.model.parts import VISION_FAMILIES
+from apbv.model.families import VISION_FAMILIES
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 from apbv.prefilling.reduction import REDUCERS

@@ -329,15 +329,7 @@ def _kinds_of_placeholders(
     parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor
 ) -> list[str]:
     """Return for each visual placeholder of a prompt what it stands for, an image or a video."""
-    if parts.uses_mrope and batch.get("mm_token_type_ids") is not None:
-        # GLM has one placeholder, whose type tells which it is.
-        is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
-    elif parts.family == "internvl":
-        # It has one placeholder, which here is a video's.
-        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
-    else:
-        assert parts.image_token_id is not None  # the model sees
-        is_image = input_ids == parts.image_token_id
+    is_image = parts.family.is_image(input_ids, batch)
     are_images = is_image[parts.is_visual(input_ids)].tolist()
     return ["image" if image else "video" for image in are_images]
 
@@ -355,16 +347,14 @@ def _items(
         kind: ``"image"`` or ``"video"``.
         num_rows: of all videos together, which have the same number each where they have no grids.
     """
-    # InternVL has one name for both, and encodes frames and tiles alike.
-    is_internvl = parts.family == "internvl"
-    name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
-    pixels = batch.get(name)
-    if pixels is None or (kind == "image" and is_internvl):
+    family = parts.family
+    name = family.image_pixels if kind == "image" else family.video_pixels
+    if name is None or batch.get(name) is None:
         return
     if batch.get(f"{kind}_grid_thw") is not None:
         yield from _items_with_grids(parts, batch, kind, name)
     elif kind == "video":
-        yield from _videos(parts, pixels, num_rows)
+        yield from _videos(parts, batch[name], num_rows)
     else:
         yield from _images(parts, batch)
 

@@ -390,9 +390,7 @@ class PromptReader:
                 pictures=tuple(picture for picture in sources if isinstance(picture, Picture)),
                 processor=self.processor,
                 timer=timer,
-                is_untiled=(
-                    self.parts.family == "llava_onevision" and len(tokenized.rendered.pictures) > 1
-                ),
+                is_untiled=self.parts.family.leaves_images_whole(len(tokenized.rendered.pictures)),
             )
         return VideoReader(
             video=source,

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts, prompts_like
+from ..model.parts import ModelParts
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
 from .rendering import RenderedPrompt
 from .sizes import PixelLimits
 from .video import VideoInfo, length_of
-from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem, num_frames_told
+from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem
 
 # The unit of the times that are told at a variable rate: a millisecond.
 _TICKS = 1000
@@ -185,8 +185,7 @@ def _video_item(
         video: with its grid, if the model has such.
         num_tokens: the visual tokens that stand for it.
     """
-    # InternVL has one name for images and video.
-    pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
+    pixels = batch[parts.family.video_pixels]
     if video.grid is not None:
         num_patches = int(video.grid[0, 0])
     elif pixels.dim() == 5:  # of a batch of videos
@@ -256,12 +255,10 @@ def _merged(
 def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
     """Return an image with the size that it gets because of its limits."""
     image_processor: Any = getattr(processor, "image_processor", None)
-    num_frames_counted = 1
-    if prompts_like(parts.family) == "glm4v":
-        # It counts the pixels of a whole temporal patch.
-        num_frames_counted = image_processor.temporal_patch_size
     size = picture.limits.size_of_image(
-        image_processor, picture.without_pixels(), num_frames_counted
+        image_processor,
+        picture.without_pixels(),
+        parts.family.num_times_counted(image_processor),
     )
     return dataclasses.replace(picture, resized=size)
 
@@ -273,11 +270,8 @@ def _image_calls(
     calls = []
     for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
         run = list(adjacent)
-        images: list[Any] = [picture.without_pixels() for picture in run]
-        if parts.family == "llava_onevision":
-            # As in transformers' own chats: all images of a prompt are one sample, not one each.
-            images = [images]
-        arguments: dict[str, Any] = {"images": images}
+        images = [picture.without_pixels() for picture in run]
+        arguments: dict[str, Any] = {"images": parts.family.images_argument(images)}
         if are_resized:
             arguments["do_resize"] = False
         files = [str(picture.image) for picture in run if isinstance(picture.image, Path)]
@@ -309,7 +303,7 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
 
     info = video.info
     num_merged = getattr(processor.video_processor, "temporal_patch_size", 1)
-    num_frames = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
+    num_frames = parts.family.num_frames_told(len(video.frames), num_merged)
     # The last frame is repeated where temporal patches are to be whole.
     num_repeated = num_frames - len(video.frames)
     frames = [*video.frames, *video.frames[-1:] * num_repeated]
@@ -340,7 +334,7 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     if video.kept is not None:
         arguments["use_token_compression"] = False
         arguments["kept"] = video.kept
-    if parts.hears:
+    if parts.family.tells_frame_rate:
         # The rate at which its frames lie in time; others' processors ask the metadata.
         arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:

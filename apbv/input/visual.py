@@ -369,19 +369,3 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
     while len(ranges) < parts:
         ranges.append(range(num_items, num_items))
     return tuple(ranges)
-
-
-def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
-    """Return the number of frames to pass to a processor for a video's layout in the prompt.
-
-    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one.
-    Those of Qwen3-VL and GLM reject a video that is shorter than one patch: it is told to be as
-    long as that.
-
-    Args:
-        family: whose prompts the model's are like.
-        num_merged: the frames of a temporal patch.
-    """
-    if family in ("qwen3_vl", "glm4v"):
-        return max(num_frames, num_merged)
-    return num_frames

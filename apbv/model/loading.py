@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     AutoVideoProcessor,
@@ -26,7 +24,7 @@ from ..refusals import refuse
 from ..reporting import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights
-from .parts import OMNI_THINKER, VISION_FAMILIES, count_as_the_model, require_supported
+from .families import family_of, require_supported, runnable_config
 from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded, require_shardable
 
@@ -92,7 +90,8 @@ def load_model(
     with _described_errors(path):
         base, adapter, config = _described(path, adapter)
         # The model.
-        auto = _auto_class(config)
+        family = family_of(config)
+        auto = family.auto_class
         model = None
         if with_model:
             if sharded and hosts.tensor_parallel_size > 1:
@@ -107,16 +106,12 @@ def load_model(
             model = model.eval()
 
         # Its processor.
-        sees = config.model_type in VISION_FAMILIES
-        source = processor_path(base, adapter, sees)
-        processor_class = AutoProcessor if sees else AutoTokenizer
+        source = processor_path(base, adapter, family.reads_images)
+        processor_class = AutoProcessor if family.reads_images else AutoTokenizer
         processor = processor_class.from_pretrained(source, trust_remote_code=False)
-        count_as_the_model(processor, config)
-
-        # A checkpoint of several models may not say at which token the thinker ends its answer.
-        if config.model_type == OMNI_THINKER and model is not None:
-            settings = model.generation_config
-            settings.eos_token_id = settings.eos_token_id or processor.tokenizer.eos_token_id
+        family.prepare_processor(processor)
+        if model is not None:
+            family.prepare_model(model, processor)
         return model, processor
 
 
@@ -134,7 +129,7 @@ def require_loadable(
     """
     with _described_errors(path):
         _, adapter, config = _described(path, adapter)
-    require_supported(config)
+    family = require_supported(config)
     refuse(
         quantized=quantization_of(config) is not None,
         tensor_parallel=tensor_parallel > 1,
@@ -143,14 +138,8 @@ def require_loadable(
     require_shardable(config, tensor_parallel)
     require_quantization(config, device)
     if adapter is not None:
-        require_mergeable(_auto_class(config), config, adapter)
+        require_mergeable(family.auto_class, config, adapter)
     return config
-
-
-def _auto_class(config: PreTrainedConfig) -> type:
-    if config.model_type in VISION_FAMILIES:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -180,11 +169,7 @@ def _described(
             message += " (did you mean demo?)"
         raise UnsupportedModelError(message)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    if config.model_type != "qwen2_5_omni":
-        return base, adapter, config
-    thinker = config.thinker_config  # it also has a talker, which would speak the answer
-    thinker.dtype = thinker.dtype or config.dtype
-    return base, adapter, thinker
+    return base, adapter, runnable_config(config)
 
 
 def read_video_processor(path: str | Path) -> Any:
@@ -197,8 +182,7 @@ def read_video_processor(path: str | Path) -> Any:
         base, adapter = find_adapter(path)
         source = processor_path(base, adapter, is_video=True)
         processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-        if read_config(path).model_type == OMNI_THINKER:
-            # The whole processor gives its part for videos other limits than that part's own.
+        if family_of(read_config(path)).whole_limits_videos:
             whole = AutoProcessor.from_pretrained(source, trust_remote_code=False)
             processor.size = whole.videos_kwargs["size"]
         return processor

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import DecoderSizes, ModelParts
+from .families import DecoderSizes
+from .parts import ModelParts
 
 # What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's
 # matrix products still have a thousand tiles; on a CPU what is written has a chance to be in a

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
@@ -30,7 +25,7 @@ from ..refusals import refuse
 from ..versions import how_to_install, release
 from .adapters import merged
 from .checkpoints import load_weights
-from .parts import VISION_FAMILIES, hybrid_family
+from .families import family_of, hybrid_family
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
@@ -145,17 +140,17 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     Raises:
         UnsupportedModelError: T does not divide a size; the message names it.
     """
-    text = config.get_text_config()
+    family = family_of(config)
+    sizes = family.sizes
     refuse(hybrid=hybrid_family(config), tensor_parallel=tensor_parallel > 1)
-    has_experts = bool(getattr(text, "num_experts", None))
-    if tensor_parallel > 1 and (has_experts or text.model_type.startswith("glm4")):
+    if tensor_parallel > 1 and (sizes.experts or family.has_joint_mlp):
         raise UnsupportedModelError(
-            f"tensor parallelism does not share out the MLPs of {text.model_type} models"
+            f"tensor parallelism does not share out the MLPs of {family.text_type} models"
         )
     counts = {
-        "attention heads": text.num_attention_heads,
-        "KV heads": text.num_key_value_heads,
-        "columns in its MLP": text.intermediate_size,
+        "attention heads": sizes.heads,
+        "KV heads": sizes.kv_heads,
+        "columns in its MLP": sizes.intermediate,
     }
     for what, count in counts.items():
         if count % tensor_parallel:
@@ -178,11 +173,8 @@ def weight_bytes(
         itemsize: bytes per number that is not quantized.
         device: where it will be loaded.
     """
-    auto: Any = AutoModelForCausalLM
-    if config.model_type in VISION_FAMILIES:
-        auto = AutoModelForImageTextToText
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = family_of(config).auto_class.from_config(config)
     # Of several modules with the same weight, such as an embedding and a head that are tied, the
     # last counts.
     owner_of_weight: dict[int, tuple[str, torch.nn.Module]] = {}

@@ -61,7 +61,11 @@ def tower_rows(
 def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor:
     """Run the vision tower on a chunk, and return the rows ``[rows, (1 + L) * d]``."""
     with packed_attention(parts.packed_vision_tower):
-        features = _features(parts, chunk.kind, chunk.on(parts.device))
+        pixels = chunk.on(parts.device)
+        if chunk.kind == "video":
+            features = parts.family.encode_video(parts.model, pixels)
+        else:
+            features = parts.family.encode_images(parts.model, pixels)
     layers = [features.pooler_output]
     deepstack = getattr(features, "deepstack_features", None)
     if deepstack is not None:
@@ -71,8 +75,13 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
         if isinstance(layer, (list, tuple)):  # one tensor per item
             layer = torch.cat(list(layer))
         streams.append(layer.reshape(-1, layer.shape[-1]))
-    if parts.family == "llava_onevision" and chunk.kind == "video":
-        streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
+    if chunk.kind == "video":
+        streams[0] = parts.family.end_video(
+            parts.model,
+            streams[0],
+            num_rows=len(visual.rows_of(chunk.patches)),
+            num_ending=visual.ending_rows_of(chunk.patches),
+        )
     rows = torch.cat(streams, dim=-1).to(parts.dtype)
     is_kept = visual.kept_of(chunk.patches)
     if is_kept is None:
@@ -220,31 +229,3 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
 def chunk_bytes_within(num_free_bytes: int) -> int:
     """Return the default chunk size for a number of free bytes."""
     return min(num_free_bytes // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
-
-
-def _features(parts: ModelParts, kind: str, pixels: dict):
-    """Call the model's get_*_features, whose first argument's name differs between families."""
-    base = parts.model.model
-    first, *rest = pixels.values()
-    if parts.family == "internvl":  # its video frames are images, and so are an image's tiles
-        frames = first.flatten(0, 1) if first.dim() == 5 else first
-        return base.get_image_features(frames, return_dict=True)
-    if kind == "video":
-        return base.get_video_features(first, *rest, return_dict=True)
-    options = {name: value for name, value in pixels.items() if name != "pixel_values"}
-    return base.get_image_features(first, **options, return_dict=True)
-
-
-def _with_newline_at_the_end_only(
-    parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range
-) -> Tensor:
-    """End every whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
-
-    transformers adds it to every piece, or (before 5.19) to none.
-    """
-    num_ending = visual.ending_rows_of(patches)
-    rows = rows[: len(visual.rows_of(patches)) - num_ending]
-    if not num_ending:
-        return rows
-    newline = parts.model.model.image_newline[None].to(rows)
-    return torch.cat([rows, newline])

@@ -37,12 +37,12 @@ def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
     padded = pad_sequence([piece.T for piece in pieces], batch_first=True)
     features = padded.transpose(1, 2).contiguous()  # [pieces, mel bins, frames]
     with packed_attention(parts.audio_tower):
-        encoded = parts.model.model.get_audio_features(
+        rows = parts.family.encode_audio(
+            parts.model,
             features.to(parts.device),
-            feature_attention_mask=mask.to(parts.device),
-            return_dict=True,
+            mask.to(parts.device),
         )
-    return encoded.last_hidden_state.to(parts.dtype)
+    return rows.to(parts.dtype)
 
 
 def encode_audio(parts: ModelParts, audio: AudioInput) -> Tensor:

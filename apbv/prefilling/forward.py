@@ -16,8 +16,9 @@ from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify
 from ..kv.placement import PlacedKV, ShardedKV
 from ..model.attention import apbv_attention
+from ..model.families import DecoderSizes
 from ..model.linear_attention import LinearStates
-from ..model.parts import DecoderSizes, ModelParts, inspect_model
+from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
 from ..reporting import warn_caller

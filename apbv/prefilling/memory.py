@@ -20,7 +20,7 @@ from ..errors import HostError, NotEnoughMemoryError, is_out_of_memory
 from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..layout import ContextLayout, intersect
-from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
+from ..model.families import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes
 from .split_linear_attention import MOST_TOKENS

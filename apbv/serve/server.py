@@ -20,7 +20,7 @@ from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
-from ..model.parts import DecoderSizes
+from ..model.families import DecoderSizes
 from ..reporting import raised_as
 from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes

@@ -19,8 +19,9 @@ from ..config import (
 from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
+from ..model.families import hybrid_family
 from ..model.loading import load_model, require_loadable
-from ..model.parts import ModelParts, hybrid_family, inspect_model
+from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
 from ..refusals import refuse
 from .beside import DraftHost, ParallelSpeculation

@@ -12,7 +12,7 @@ from math import prod
 from apbv import PrefillConfig
 from apbv.errors import InvalidRequestError
 from apbv.layout import ContextLayout, intersect, split_evenly
-from apbv.model.parts import RULE_CHUNK, DecoderSizes, prompts_like
+from apbv.model.families import RULE_CHUNK, DecoderSizes, family_of
 from apbv.prefilling import methods
 
 # "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is
@@ -81,7 +81,7 @@ class VisionShape:
         """
         # The layers.
         vision = config.vision_config
-        family = prompts_like(config.model_type)
+        family = family_of(config).row.like
         width = config.get_text_config().hidden_size
         layers = vision.num_hidden_layers
         deepstack = DecoderSizes.from_config(config).deepstack

@@ -20,7 +20,8 @@ from apbv import (
 )
 from apbv.errors import UnsupportedModelError
 from apbv.layout import LayoutError
-from apbv.model.parts import inspect_model, require_supported
+from apbv.model.families import require_supported
+from apbv.model.parts import inspect_model
 from apbv.stats import STAGES
 
 from apbv_tests import families

@@ -68,7 +68,7 @@ def features_of(batch, parts) -> list:
             data["second_per_grid_ts"] = SimpleNamespace(
                 data=torch.as_tensor(batch["second_per_grid_ts"][index])
             )
-        at = starts[index] + (parts.family != "qwen3_vl" or kind == "image")
+        at = starts[index] + (parts.family.name != "qwen3_vl" or kind == "image")
         features.append(
             SimpleNamespace(modality=kind, data=data, mm_position=SimpleNamespace(offset=at))
         )

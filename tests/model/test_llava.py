@@ -9,7 +9,8 @@ import transformers as tf
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReduceConfig, plan, prefill
 from apbv.errors import UnsupportedModelError
-from apbv.model.parts import inspect_model, require_supported
+from apbv.model.families import require_supported
+from apbv.model.parts import inspect_model
 
 from apbv_tests import families
 from apbv_tests.pairs import each_choice

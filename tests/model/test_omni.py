@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from apbv import HostGroup
 from apbv.errors import UnsupportedModelError
 from apbv.input.audio import AudioInput, audio_from_batch
-from apbv.model import parts as parts_module
+from apbv.model.families import base as families_module
 from apbv.model.loading import load_model, read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode_audio import audio_rows, encode_audio
@@ -62,7 +62,7 @@ def test_what_is_refused(monkeypatch):
     model.config.model_type = "qwen2_5_omni"
     with pytest.raises(UnsupportedModelError, match=r"apbv runs the thinker \(model\.thinker\)"):
         inspect_model(model)
-    monkeypatch.setattr(parts_module, "release", lambda package: (5, 22))
+    monkeypatch.setattr(families_module, "release", lambda package: (5, 22))
     with pytest.raises(UnsupportedModelError, match=r"need transformers 5\.23 or later, not 5\.22"):
         inspect_model(families.build_model(OMNI))
     inspect_model(families.build_model("qwen2_5_vl"))

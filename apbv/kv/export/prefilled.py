@@ -10,7 +10,6 @@ from torch import Tensor
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...layout import ContextLayout, split_evenly
-from ...model.digest import config_digest
 from ...model.parts import ModelParts
 from ..cache import KVLayer, kv_layers
 from ..facts import KVFacts, ModelIdentity, digest_of_positions, digest_of_tokens
@@ -62,12 +61,11 @@ class PrefilledKV(Protocol):
 
 def identify(parts: ModelParts) -> ModelIdentity:
     """Identify a model by its configuration and weights, so that no other model reads its KV."""
-    config = parts.model.config
     return ModelIdentity(
-        model=str(config.name_or_path),
-        revision=getattr(config, "_commit_hash", None),
-        family=parts.family,
-        config_sha256=config_digest(config),
+        model=parts.family.checkpoint,
+        revision=parts.family.revision,
+        family=parts.family.name,
+        config_sha256=parts.family.config_digest(),
         weights_sha256=parts.weights_digest(),
     )
 

@@ -219,5 +219,4 @@ def shared_video(
         first_row = video.in_frames.start + share.start * size
         begin = first_row - visual.pieces[hosts.rank].start
     frames = rows[begin : begin + len(share) * size].view(len(share), size, rows.shape[1])
-    hidden_size = parts.language_model.config.hidden_size
-    return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts)
+    return SharedVideo(frames, shares, video.height, video.width, parts.hidden_size, hosts)

@@ -18,8 +18,8 @@ from ...errors import InvalidConfigError
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
-from ...model.parts import IMAGE_FAMILIES, VIDEO_FAMILIES, ModelParts, hybrid_family
-from ...model.rotary import rope_by_length
+from ...model.families import family_of, hybrid_family
+from ...model.parts import ModelParts
 from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows, sharing_hosts
@@ -49,15 +49,15 @@ def require_usable(
     Raises:
         InvalidConfigError: they are incompatible; the message says why.
     """
-    if config is not None and model.model_type not in VIDEO_FAMILIES:
-        readable = "images only" if model.model_type in IMAGE_FAMILIES else "only text"
+    family = family_of(model)
+    if config is not None and not family.reads_video:
+        readable = "images only" if family.reads_images else "only text"
         raise InvalidConfigError(
-            f"{config.method} prunes a video's visual tokens, but {model.model_type} models read "
-            f"{readable}"
+            f"{config.method} prunes a video's visual tokens, but {family} models read {readable}"
         )
     refuse(
         hybrid=hybrid_family(model),
-        rope_by_length=rope_by_length(model.get_text_config()),
+        rope_by_length=family.rope_by_length,
         kv_reuse=reuse is not None and reuse.mode == "kv",
         reduction=None if config is None else config.method,
     )
