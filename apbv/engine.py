@@ -215,7 +215,13 @@ class Engine:
         with hosts.local_stage("inspecting the models") as agreement:
             agreement.settings("the engine's settings", _settings(config, speculate, reuse, decode))
             models = drafting.inspect_models(model, draft, config, decode)
-        require_usable(config.reduce, models.reading.model.config, reuse)
+        require_usable(
+            config.reduce,
+            models.reading.model.config,
+            reuse,
+            drafting=None if speculate is None else speculate.strategy,
+            num_processes=hosts.num_processes,
+        )
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
             watching_draft=drafting.strategy if drafting.observes_prefill(models) else None,
@@ -357,7 +363,13 @@ class Engine:
             agreement.settings("the engine's settings", settings)
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
-            require_usable(config.reduce, described, reuse)
+            require_usable(
+                config.reduce,
+                described,
+                reuse,
+                drafting=None if speculate is None else speculate.strategy,
+                num_processes=hosts.num_processes,
+            )
             refuse(
                 hybrid=hybrid_family(described),
                 drafting=None if speculate is None else speculate.strategy,

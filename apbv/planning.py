@@ -316,7 +316,11 @@ class _Planner:
     @property
     def _ratio(self) -> float:
         """The share of visual tokens that the language model reads."""
-        return 1.0 if self.prefill.reduce is None else self.prefill.reduce.ratio
+        reduce = self.prefill.reduce
+        # Where tokens are pruned between layers, the first ones read them all.
+        if reduce is None or reduce.prunes_between_layers:
+            return 1.0
+        return reduce.ratio
 
     def plan(self, count: int) -> Plan:
         """Plan for a number of frames, or of tokens of a text."""

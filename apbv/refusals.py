@@ -46,6 +46,40 @@ CONFLICTS = [
         "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
     ),
     Conflict(
+        "layer_reduction",
+        "sparse",
+        "{layer_reduction} prunes between layers by their whole attention: {sparse} skips some",
+    ),
+    Conflict(
+        "layer_reduction",
+        "several_hosts",
+        "{layer_reduction} prunes between layers, on one host with full attention, as its paper "
+        "does: on several choose one before the language model, such as dycoke",
+    ),
+    Conflict(
+        "layer_reduction",
+        "drafting",
+        "{drafting} drafts for layers that hold all tokens, and {layer_reduction} prunes between "
+        "layers: choose a reduction before the language model",
+    ),
+    Conflict(
+        "layer_reduction",
+        "hybrid",
+        "{hybrid} has linear attention, whose states {layer_reduction} cannot prune: choose a "
+        "reduction before the language model",
+    ),
+    Conflict(
+        "reduce_layer",
+        "early_reduction",
+        "{early_reduction} prunes before the language model: it has no layer",
+    ),
+    Conflict(
+        "reduce_asked_by",
+        "other_ranking",
+        "only fastv and pdrop rank by the attention of one token or of the question: "
+        "{other_ranking} does not",
+    ),
+    Conflict(
         "kv_reuse",
         "watching_draft",
         "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",

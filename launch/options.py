@@ -91,7 +91,7 @@ DECODE = _of(DecodeConfig, "cuda_graphs", "generation_config")
 # The options below are None if not given.
 VIDEO = _of(VideoConfig, "chunk_bytes")
 THREADS = _of(VideoConfig, "threads")
-REDUCE = _of(ReduceConfig, "method", "ratio", prefix="reduce")
+REDUCE = _of(ReduceConfig, "method", "ratio", "layer", "asked_by", prefix="reduce")
 SPARSE = _of(
     SparseConfig,
     "method",
@@ -381,7 +381,8 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     video = given(options, VideoConfig)
     reduction = given(options, ReduceConfig)
     if reduction and "method" not in reduction:
-        raise InvalidConfigError("--reduce-ratio needs --reduce")
+        options_of_reduction = [f"--reduce-{name.replace('_', '-')}" for name in reduction]
+        raise InvalidConfigError(f"{' and '.join(options_of_reduction)} needs --reduce")
     if "chunk_bytes" in video:
         video["chunk_bytes"] *= _MIB
     return PrefillConfig(

@@ -16,6 +16,7 @@ from .names import (
     IMPORTANCE_NAMES,
     KEEP_POLICIES,
     KV_PLACEMENTS,
+    LAYER_REDUCER_NAMES,
     MAX_FPS,
     METHOD_NAMES,
     PRUNINGS,

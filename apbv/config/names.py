@@ -30,7 +30,9 @@ SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
 METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
+# Before the language model, and between its layers.
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
+LAYER_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STRATEGY_NAMES = (
     "vanilla",

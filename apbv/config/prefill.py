@@ -12,6 +12,7 @@ from .names import (
     DEFAULT_QUERY_LEN,
     IMPORTANCE_NAMES,
     KV_PLACEMENTS,
+    LAYER_REDUCER_NAMES,
     MAX_FPS,
     METHOD_NAMES,
     REDUCER_NAMES,
@@ -146,21 +147,62 @@ class ReduceConfig(Checked, name="reduce "):
 
     Attributes:
         method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone;
-            see :mod:`apbv.prefilling.reduction`.
-        ratio: keep ratio of a video's visual tokens, rounded, and at least one token. 1: all, and
-            the prompt is prefilled as without pruning.
+            or ``"fastv"``, ``"pdrop"`` or ``"sparsevlm"``, which select between the language
+            model's layers by its attention, on one host. See :mod:`apbv.prefilling.reduction`.
+        ratio: keep ratio of a video's visual tokens, rounded, and at least one token; between
+            layers, of all visual tokens in the last layers. 1: all, and the prompt is prefilled as
+            without pruning.
+        layer: after how many layers tokens are pruned first, of a method between layers. None: as
+            in its paper, for the model's depth.
+        asked_by: whose attention ranks in ``"fastv"`` and ``"pdrop"``: ``"last"``, the prompt's
+            last token, as in the authors' programs, which is what None means; or ``"question"``,
+            the question's tokens.
 
     Raises:
-        InvalidConfigError: the method is unknown, or the ratio out of range.
+        InvalidConfigError: the method is unknown, a number is out of range, or a setting is not
+            the method's.
     """
 
-    method: str = one_of(REDUCER_NAMES, help="visual-token pruning method (default: none)")
+    method: str = one_of(
+        REDUCER_NAMES + LAYER_REDUCER_NAMES, help="visual-token pruning method (default: none)"
+    )
     ratio: float = number(
         "lie in 0 < ratio <= 1",
         lambda share: 0 < share <= 1,
         0.5,
         help="share of a video's visual tokens to keep",
     )
+    layer: int | None = integer(
+        1,
+        _MOST_TOKENS,
+        None,
+        help="fastv, pdrop, sparsevlm: layers before tokens are pruned (default: the paper's)",
+    )
+    asked_by: str | None = one_of(
+        ("last", "question"),
+        None,
+        help="fastv, pdrop: whose attention ranks (default: the last token's)",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        ranks_by_asking = self.method in ("fastv", "pdrop")
+        refuse(
+            reduce_layer=self.layer is not None,
+            reduce_asked_by=self.asked_by is not None,
+            early_reduction=None if self.prunes_between_layers else self.method,
+            other_ranking=None if ranks_by_asking else self.method,
+        )
+
+    @property
+    def prunes_between_layers(self) -> bool:
+        """Whether tokens are pruned between the language model's layers."""
+        return self.method in LAYER_REDUCER_NAMES
+
+    @property
+    def layer_reduction(self) -> str | None:
+        """The method if it prunes something, between layers; else None."""
+        return self.method if self.prunes_between_layers and not self.keeps_all else None
 
     @property
     def leaves_all(self) -> bool:
@@ -291,6 +333,7 @@ class PrefillConfig(Checked):
         """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
         reduce = self.reduce
         sparse = self.sparse
+        attention = self.sparse_attention
         has_anchor = self.method in ("apbv", "apb")
         is_other = (
             sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
@@ -302,7 +345,8 @@ class PrefillConfig(Checked):
             "anchor_query": self.anchor_query,
             "no_anchor": without if has_no_anchor else None,
             "reduction": None if reduce is None else reduce.method,
-            "sparse": None if sparse is None else sparse.method,
+            "layer_reduction": None if reduce is None else reduce.layer_reduction,
+            "sparse": None if attention is None else attention.method,
             "dense_method": self.method if is_dense else None,
             "other_sparse_method": self.method if is_other else None,
         }

@@ -162,7 +162,7 @@ class GatheredKV(PlacedKV):
 
     cache: DynamicCache | None
     attending = None
-    num_dropped: Sequence[int]  # type: ignore[assignment]  # of which the base class says to read
+    num_dropped: Sequence[int] = ()
 
     def __init__(
         self,

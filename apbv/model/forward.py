@@ -5,10 +5,12 @@ prefill asks whether it was cancelled and lets observers look on, after the firs
 what a vision tower gives them, and it frees every layer's input, the first one's included.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -30,12 +32,25 @@ class LayerRows:
         hidden: ``[B, S, d]``, before the first layer the embeddings.
         positions: rotary positions ``[B, S]``, or ``[3, B, S]`` with M-RoPE, where ``[B, S]``
             stands for three that are equal.
+        added: what is added after each of the first layers to the rows of :attr:`added_rows`,
+            ``[added rows, d]`` each; dropped once added. These are deepstack's features of visual
+            tokens (Qwen3-VL).
+        added_rows: int64 ``[added rows]`` on the device; None: nothing is added.
         rotary: cosines and sines of the positions, ``[B, S, D]`` each, once the loop has begun.
     """
 
     hidden: Tensor
     positions: Tensor
+    added: deque[Tensor] = field(default_factory=deque)
+    added_rows: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+
+    def add_next(self) -> None:
+        """Add what the layer that has just run is followed by, if anything."""
+        if self.added and self.added_rows is not None:
+            # The layer's output is nobody else's.
+            features = self.added.popleft().to(self.hidden)
+            self.hidden[0].index_add_(0, self.added_rows, features)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but some, for the layers that follow.
@@ -43,6 +58,13 @@ class LayerRows:
         Args:
             rows: their numbers, int64 ``[kept]`` on the device, ascending.
         """
+        if self.added and self.added_rows is not None:
+            place_of_row = rows.new_full([self.hidden.shape[-2]], -1)
+            place_of_row[rows] = torch.arange(len(rows), device=rows.device)
+            places = place_of_row[self.added_rows]
+            stays = (places >= 0).nonzero().flatten()
+            self.added_rows = places[stays]
+            self.added = deque(features[stays] for features in self.added)
         self.hidden = self.hidden.index_select(-2, rows)
         self.positions = self.positions.index_select(-1, rows)
         if self.rotary is not None:
@@ -111,32 +133,9 @@ def run_layers(
             position_embeddings=rows.rotary,
             **passed_on,
         )
+        rows.add_next()
         for step in steps:
             step.after(number, rows)
     hidden = rows.hidden
     del rows.hidden
     return final_norm(decoder)(hidden)
-
-
-class AddedRows(LayerStep):
-    """Adds further features of visual tokens to the hidden states after the first layers.
-
-    They are deepstack's (Qwen3-VL).
-
-    Args:
-        places: the visual tokens' rows, int64 ``[rows]`` on the device.
-        features: what is added after each of the first layers, ``[rows, d]``; dropped once added.
-    """
-
-    def __init__(self, places: Tensor, features: Sequence[Tensor]):
-        self._places = places
-        self._features: list[Tensor | None] = list(features)
-
-    def after(self, layer: int, rows: LayerRows) -> None:
-        if layer >= len(self._features):
-            return
-        features = self._features[layer]
-        assert features is not None, "a pass runs each layer once"
-        self._features[layer] = None
-        # The layer's output is nobody else's.
-        rows.hidden[0].index_add_(0, self._places, features.to(rows.hidden))

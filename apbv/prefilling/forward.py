@@ -21,6 +21,7 @@ from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
+from ..refusals import refuse
 from ..reporting import warn_caller
 from ..stats import StageTimer, reset_peak_memory
 from .cancelling import Stop
@@ -30,6 +31,7 @@ from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
 from .placeholder_exchange import PlaceholderRows, encode_and_exchange
 from .prefill_observer import PrefillObserver, SplitPrompt
+from .reduction import LAYER_REDUCERS, LayerReducer
 from .reduction.pruning import reduce_prompt, require_reducible
 from .result import PrefillResult
 from .split_linear_attention import share_states
@@ -86,6 +88,7 @@ def prefill(
     timer = timer or StageTimer(hosts)
     reduce = config.reduce
     prunes = reduce is not None and not reduce.keeps_all
+    between_layers = None if reduce is None else reduce.layer_reduction
     reset_peak_memory(hosts.device)
 
     # Check.
@@ -120,12 +123,17 @@ def prefill(
     # Reduce.
     encoded = encoded or _tower(parts, inputs, timer)
     reduction = None
-    if prunes:
+    if prunes and between_layers is None:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         method = _plan(inputs, hosts, config, parts.sizes, observer)
+        reducer = None
+        if reduce is not None and between_layers is not None:
+            is_alone = hosts.num_processes == 1 and not method.layout.is_split
+            refuse(layer_reduction=between_layers, several_hosts=not is_alone)
+            reducer = LAYER_REDUCERS[between_layers](reduce, parts, inputs)
         visual_tokens = range(0)
         if inputs.num_visual_tokens:
             visual_tokens = range(inputs.context_start, inputs.query_start)
@@ -163,8 +171,10 @@ def prefill(
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
         logits, shards, states = _forward(
-            parts, inputs, visual, method, observer, stop, decode_host
+            parts, inputs, visual, method, observer, reducer, stop, decode_host
         )
+    if reducer is not None:
+        reduction = reducer.reduction()
 
     # Gather the KV on the decode host, or leave it sharded.
     sharded = ShardedKV(shards, hosts, states)
@@ -291,6 +301,7 @@ def _forward(
     visual: PlaceholderRows,
     method: PrefillMethod,
     observer: PrefillObserver | None,
+    reducer: LayerReducer | None,
     stop: Stop | None,
     decode_host: int,
 ) -> tuple[Tensor, ShardedCache, LinearStates | None]:
@@ -310,7 +321,9 @@ def _forward(
         observer.begin(prompt)
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
     with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local)):
-        hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, observer, states)
+        hidden = run_language_model(
+            prompt, parts, inputs, visual, cache, stop, observer, reducer, states
+        )
     if states is not None and not layout.is_split:  # only host 0 has computed
         share_states(states, parts, hosts)
 

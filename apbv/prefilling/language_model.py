@@ -16,6 +16,7 @@ from ..model.parts import ModelParts
 from .cancelling import CancelBetweenLayers, Stop, require_going_on
 from .placeholder_exchange import PlaceholderRows
 from .prefill_observer import ObservedPass, PrefillObserver, SplitPrompt
+from .reduction import LayerReducer
 from .split_linear_attention import SplitLinearAttention
 
 
@@ -27,6 +28,7 @@ def run_language_model(
     cache: ShardedCache,
     stop: Stop | None,
     observer: PrefillObserver | None = None,
+    reducer: LayerReducer | None = None,
     states: LinearStates | None = None,
 ) -> Tensor | None:
     """Run all layers on this host's tokens; collective.
@@ -38,6 +40,7 @@ def run_language_model(
         cache: gets their KV.
         stop: asked on host 0 before each layer; true ends the prefill.
         observer: the observer; its :meth:`PrefillObserver.begin` was called.
+        reducer: prunes visual tokens between layers; None: none are.
         states: gets the states of a hybrid's linear attention.
 
     Returns:
@@ -64,7 +67,7 @@ def run_language_model(
     positions = inputs.position_ids[..., local]
     if layout.anchor_copy:
         _move_copy(positions, inputs.position_ids, layout.anchor_copy)
-    rows, added = visual.merge_into(parts, inputs.input_ids[:, local], positions)
+    rows = visual.merge_into(parts, inputs.input_ids[:, local], positions)
 
     # What happens between layers, and with each layer's attention.
     steps: list[LayerStep] = []
@@ -74,7 +77,8 @@ def run_language_model(
     if observer is not None:
         observed = ObservedPass(observer, prompt, has_question=not method.separate_query)
         steps.append(observed)
-    steps += added
+    if reducer is not None:
+        steps.append(reducer)
     gather = None
     if method.gathers_by_layer(method.config) and hosts.size > 1 and layout.is_split:
         gather = cache.gather_by_layer(hosts)
@@ -84,7 +88,7 @@ def run_language_model(
 
     prompt_length = int(inputs.position_ids.max()) + 1
     with parts.rotary_of_prompt(prompt_length):
-        attention = _PrefillAttention(method, observed, gather)
+        attention = _PrefillAttention(method, observed, reducer, gather)
         hidden = run_layers(parts, rows, cache, attention, linear=linear, steps=steps)
     if not method.separate_query:
         return hidden
@@ -110,16 +114,20 @@ class _PrefillAttention:
     Attributes:
         attention: computes it.
         observed: looks on; None: nobody does.
+        reducer: looks on, too, to prune by what it sees.
         gather: sends each layer's KV to the decode host; None: it stays.
     """
 
     attention: LayerAttention
     observed: ObservedPass | None = None
+    reducer: LayerReducer | None = None
     gather: LayerGather | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         if self.observed is not None:
             self.observed.on_attention(q, k, scale)
+        if self.reducer is not None:
+            self.reducer.on_attention(q, k, scale, layer)
         out = self.attention(q, k, v, scale, layer)
         if self.gather is not None:
             self.gather.send_next()

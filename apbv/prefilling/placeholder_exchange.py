@@ -25,7 +25,7 @@ from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..layout import ContextLayout
-from ..model.forward import AddedRows, LayerRows, LayerStep
+from ..model.forward import LayerRows
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .cancelling import Stop
@@ -52,9 +52,7 @@ class PlaceholderRows:
     streams: list[Tensor] | None = None
     audio: Tensor | None = None
 
-    def merge_into(
-        self, parts: ModelParts, input_ids: Tensor, positions: Tensor
-    ) -> tuple[LayerRows, list[LayerStep]]:
+    def merge_into(self, parts: ModelParts, input_ids: Tensor, positions: Tensor) -> LayerRows:
         """Embed local tokens, replacing placeholders by the rows, and drop the rows.
 
         Args:
@@ -63,7 +61,7 @@ class PlaceholderRows:
             positions: the tokens' rotary positions, ``[1, S]`` or ``[3, 1, S]``.
 
         Returns:
-            The input of the first layer, and the steps that add what deepstack adds after it.
+            The input of the first layer, with what deepstack adds behind it.
         """
         device = parts.device
         embeds = parts.embed_tokens(to_device(input_ids, device))
@@ -73,14 +71,15 @@ class PlaceholderRows:
         self.audio = None
         if audio is not None:
             embeds[0].index_copy_(0, _places(parts.is_audio(input_ids), device), audio)
-        steps: list[LayerStep] = []
+        rows = LayerRows(embeds, to_device(positions, device))
         if streams is not None:
             main, *deepstack = streams
             visual_places = _places(parts.is_visual(input_ids), device)
             embeds[0].index_copy_(0, visual_places, main)
             if deepstack:
-                steps.append(AddedRows(visual_places, deepstack))
-        return LayerRows(embeds, to_device(positions, device)), steps
+                rows.added = deque(deepstack)
+                rows.added_rows = visual_places
+        return rows
 
 
 def _places(mask: Tensor, device: torch.device) -> Tensor:

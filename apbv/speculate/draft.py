@@ -105,12 +105,12 @@ def run_prompt(
     if merged is None:
         merged = PlaceholderRows()
     cache = DynamicCache()
-    rows, steps = merged.merge_into(parts, input_ids, position_ids)
+    rows = merged.merge_into(parts, input_ids, position_ids)
     with (
         apbv_attention(parts.language_model),
         parts.rotary_of_prompt(int(position_ids.max()) + 1),
     ):
-        run_layers(parts, rows, cache, CausalAttention(parts.backend), steps=steps)
+        run_layers(parts, rows, cache, CausalAttention(parts.backend))
     return cache
 
 

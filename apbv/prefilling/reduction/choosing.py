@@ -59,7 +59,10 @@ class Reduction:
         method, ratio: as in :class:`apbv.ReduceConfig`.
         num_before: the number of the prompt's visual tokens.
         num_after: the number of visual tokens that are kept.
-        kept: ``[num_after]``, ascending: which visual tokens are kept.
+        kept: ``[num_after]``, ascending: which visual tokens are kept, in the last layers where
+            they are pruned between layers.
+        by_layer: how many of them each layer reads, where they are pruned between layers; else
+            empty.
     """
 
     method: str
@@ -67,16 +70,20 @@ class Reduction:
     num_before: int
     num_after: int
     kept: Tensor = field(repr=False)
+    by_layer: tuple[int, ...] = ()
 
     @property
     def figures(self) -> dict[str, Any]:
         """The request metrics about it."""
-        return {
+        figures: dict[str, Any] = {
             "method": self.method,
             "ratio": self.ratio,
             "num_video_tokens_before": self.num_before,
             "num_video_tokens_after": self.num_after,
         }
+        if self.by_layer:
+            figures["num_video_tokens_by_layer"] = list(self.by_layer)
+        return figures
 
     def spread(self, scores: Tensor) -> Tensor:
         """Return scores of the kept tokens, ``[num_after]``, as scores of all, ``[num_before]``.

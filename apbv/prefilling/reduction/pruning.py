@@ -39,27 +39,41 @@ from .frames import (
 
 
 def require_usable(
-    config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None
+    config: ReduceConfig | None,
+    model: PreTrainedConfig,
+    reuse: ReuseConfig | None,
+    *,
+    drafting: str | None = None,
+    num_processes: int = 1,
 ) -> None:
-    """Reject a reduction that a model or a prefix cache does not allow.
+    """Reject a reduction that a model, a prefix cache, a draft or the hosts do not allow.
 
     Args:
         model: the model's config.
+        drafting: the drafting strategy; None: there is no draft.
+        num_processes: the processes of all hosts.
 
     Raises:
         InvalidConfigError: they are incompatible; the message says why.
     """
     family = family_of(model)
     if config is not None and not family.reads_video:
+        # Between layers the visual tokens of images are pruned, too.
+        is_readable = config.prunes_between_layers and family.reads_images
         readable = "images only" if family.reads_images else "only text"
-        raise InvalidConfigError(
-            f"{config.method} prunes a video's visual tokens, but {family} models read {readable}"
-        )
+        if not is_readable:
+            raise InvalidConfigError(
+                f"{config.method} prunes a video's visual tokens, but {family} models read "
+                f"{readable}"
+            )
     refuse(
         hybrid=hybrid_family(model),
         rope_by_length=family.rope_by_length,
         kv_reuse=reuse is not None and reuse.mode == "kv",
         reduction=None if config is None else config.method,
+        layer_reduction=None if config is None else config.layer_reduction,
+        drafting=drafting,
+        several_hosts=num_processes > 1,
     )
 
 
@@ -71,6 +85,12 @@ def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
             frames.
     """
     if config.keeps_all:
+        return
+    if config.prunes_between_layers:
+        if not inputs.num_visual_tokens:
+            raise PromptError(
+                f"reduce={config.method!r} prunes visual tokens, and the prompt has none"
+            )
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         content = "no video" if inputs.visual is None else "images only"
