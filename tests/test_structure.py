@@ -1,14 +1,16 @@
-"""Import rules (imports point down, kernels stand alone, one file knows torch.distributed); phrases
-to avoid."""
+"""Import rules (imports point down, kernels stand alone, one file knows torch.distributed); who
+tells model families apart; phrases to avoid."""
 
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from apbv.model.families.table import ROWS, WHY_UNSUPPORTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -194,6 +196,139 @@ def test_no_module_rebinds_its_globals():
         )
     }
     assert not rebinding
+
+
+# Only these read a model's config.
+READ_CONFIGS = (
+    "apbv.model.families",
+    # To load a model.
+    "apbv.model.adapter_names",
+    "apbv.model.adapters",
+    "apbv.model.digest",
+    "apbv.model.loading",
+    "apbv.model.quantization",
+    # The decoder's, as transformers' rotary module has it.
+    "apbv.model.rotary",
+    # That of vLLM's model.
+    "apbv.integrations.vllm.admission",
+)
+FAMILIES = {*ROWS, *WHY_UNSUPPORTED}
+MODELS = {"model", "language_model", "decoder", "tower", "vision_tower", "audio_tower", "target"}
+PARTS_OF_CONFIGS = {
+    "audio_config",
+    "get_text_config",
+    "model_type",
+    "text_config",
+    "thinker_config",
+    "vision_config",
+}
+
+ATTENTION_IN_FORCE = "_attn_implementation"  # apbv's or the model's own: no fact about the model
+
+
+def last_name(node: ast.AST) -> str | None:
+    """The last part of a dotted name: ``family`` of ``parts.family``."""
+    return getattr(node, "attr", getattr(node, "id", None))
+
+
+def is_family(node: ast.AST) -> bool:
+    """Whether an expression is a family, or its name."""
+    if last_name(node) == "name" and isinstance(node, ast.Attribute):
+        node = node.value
+    return last_name(node) == "family"
+
+
+def given_configs(function: ast.FunctionDef) -> set[str]:
+    """The parameters of a function that are configs of transformers."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return {
+        argument.arg
+        for argument in arguments
+        if argument.annotation and "PreTrainedConfig" in ast.unparse(argument.annotation)
+    }
+
+
+def is_config_of_model(node: ast.AST) -> bool:
+    """Whether an expression is a model's config, as ``parts.model.config``."""
+    return last_name(node) == "config" and last_name(getattr(node, "value", node)) in MODELS
+
+
+def config_reads(tree: ast.AST, is_config: Callable[[ast.AST], bool]) -> Iterator[Import]:
+    """The fields that a file reads of a config, with their lines."""
+    for node in ast.walk(tree):
+        read_from = None
+        if isinstance(node, ast.Attribute) and node.attr != ATTENTION_IN_FORCE:
+            read_from = node.value
+        elif isinstance(node, ast.Call) and last_name(node.func) == "getattr":
+            read_from = node.args[0]
+        if read_from is not None and is_config(read_from):
+            yield ast.unparse(node), node.lineno
+
+
+def differences_of_families(source: str, module: str = "") -> list[str]:
+    """Where a file asks itself which family a model is of, or reads its config."""
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in FAMILIES:
+            found.append((f"names the family {node.value}", node.lineno))
+        elif isinstance(node, ast.Attribute) and node.attr in PARTS_OF_CONFIGS:
+            found.append((f"reads {ast.unparse(node)}", node.lineno))
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(map(is_family, sides)) and not all(map(is_family, sides)):
+                found.append((f"compares {ast.unparse(node)}", node.lineno))
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("isinstance", "startswith"):
+            asked = node.args[0] if isinstance(node.func, ast.Name) else node.func.value
+            if is_family(asked):
+                found.append((f"asks {ast.unparse(node)}", node.lineno))
+        elif isinstance(node, ast.FunctionDef):
+            configs = given_configs(node)
+            reads = config_reads(node, lambda each, names=configs: last_name(each) in names)
+            found += [(f"reads {name}", line) for name, line in reads]
+    found += [(f"reads {name}", line) for name, line in config_reads(tree, is_config_of_model)]
+    return [f"{module}:{line}: {what}" for what, line in found]
+
+
+def test_only_families_tell_models_apart():
+    """And nothing else reads a model's config, except to load the model."""
+    found = []
+    for module, path in OURS.items():
+        if not any(starts_with(module, reader) for reader in READ_CONFIGS):
+            found += differences_of_families(path.read_text(encoding="utf-8"), module)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "parts.family == name",
+        "if parts.family.name in names: pass",
+        "isinstance(parts.family, QwenVL)",
+        "family.name.startswith(start)",
+        "TOKENS = {'internvl': 9}",
+        "config.vision_config",
+        "model.config.image_seq_length",
+        "getattr(parts.model.config, 'rope_parameters', None)",
+        "def size(config: PreTrainedConfig): return config.hidden_size",
+        "def size(config: PreTrainedConfig): return getattr(config, 'hidden_size', 0)",
+    ],
+)
+def test_the_rule_about_families_sees_a_violation(source):
+    assert differences_of_families(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "writer.family != reader.family",
+        "parts.language_model.config._attn_implementation = 'apbv'",
+        "inspect(model.config)",
+        "self.config.threads",
+    ],
+)
+def test_the_rule_about_families_allows_the_rest(source):
+    assert not differences_of_families(source)
 
 
 # Of these, ``from_pretrained`` runs no code of a checkpoint.

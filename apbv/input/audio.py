@@ -26,8 +26,6 @@ from .container import best_stream, open_media
 from .files import Source
 from .visual import PromptError, RowStarts
 
-# Spectrogram frames per token, after convolutions and pooling with two strides of two.
-FRAMES_PER_TOKEN = 4
 # Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take
 # some 100 MB.
 _UNITS_PER_CHUNK = 64
@@ -143,7 +141,7 @@ def audio_from_batch(
     for length in lengths:
         for start in range(0, length, parts.audio_unit):
             num_frames = min(parts.audio_unit, length - start)
-            rows_of_units.append(num_audio_tokens(num_frames))
+            rows_of_units.append(parts.family.num_audio_rows(num_frames))
     row_starts = list(accumulate(rows_of_units, initial=0))
     num_rows = int(parts.is_audio(input_ids).sum())
     if row_starts[-1] != num_rows:
@@ -162,11 +160,6 @@ def audio_from_batch(
             for spectrogram, length in zip(spectrograms, lengths, strict=True)
         ),
     )
-
-
-def num_audio_tokens(num_frames: int) -> int:
-    """Return the number of tokens for a number of spectrogram frames, after two strides of two."""
-    return max(0, ((num_frames - 1) // 2 + 1) // 2)
 
 
 class AudioError(InvalidRequestError):

@@ -18,7 +18,7 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, read_audio
+from .audio import AudioError, Sound, audio_from_batch, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
@@ -200,7 +200,7 @@ class PromptReader:
         """
         extractor = self.processor.feature_extractor
         rate = extractor.sampling_rate
-        samples_per_token = extractor.hop_length * FRAMES_PER_TOKEN
+        samples_per_token = extractor.hop_length * self.parts.family.frames_per_audio_row
         max_samples = self.parts.max_position_embeddings * samples_per_token
         num_earlier = sum(len(sound.samples) for sound in earlier)
         max_seconds = max(0, max_samples - num_earlier) / rate

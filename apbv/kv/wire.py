@@ -191,17 +191,19 @@ def reachable_address(host: str) -> str:
     """
     if host not in ("", "0.0.0.0", "::"):
         return host
-    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    address_family = socket.AF_INET6 if host == "::" else socket.AF_INET
     name = socket.gethostname()
     with suppress(socket.gaierror):
-        for *_, socket_address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
+        for *_, socket_address in socket.getaddrinfo(
+            name, None, address_family, socket.SOCK_STREAM
+        ):
             address = str(socket_address[0])
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
     # Many systems resolve their own name to a loopback address, or not at all. These addresses are
     # for documentation: nothing is sent to them.
-    outside = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
-    return _address_towards(family, (outside, 9))
+    outside = "2001:db8::1" if address_family == socket.AF_INET6 else "192.0.2.1"
+    return _address_towards(address_family, (outside, 9))
 
 
 def own_address(http_host: str) -> str:
@@ -218,14 +220,14 @@ def own_address(http_host: str) -> str:
     if is_one_machine:
         return LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
     leader = os.environ["MASTER_ADDR"]
-    family, *_, leader_address = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
-    address = _address_towards(family, leader_address)
+    address_family, *_, leader_address = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
+    address = _address_towards(address_family, leader_address)
     return reachable_address("0.0.0.0") if _is_loopback(address) else address
 
 
-def _address_towards(family: int, address: Any) -> str:
+def _address_towards(address_family: int, address: Any) -> str:
     """Return this machine's address on the route to another, without sending anything."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(address_family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
 

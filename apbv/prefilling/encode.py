@@ -5,11 +5,11 @@ deepstack, the L vectors that are added to the hidden states after the first lay
 ``[rows, (1 + L) * d]``. Rows are numbered in prompt order.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from math import isqrt
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,7 @@ def tower_rows(
 def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor:
     """Run the vision tower on a chunk, and return the rows ``[rows, (1 + L) * d]``."""
     with packed_attention(parts.packed_vision_tower):
-        pixels = chunk.on(parts.device)
-        if chunk.kind == "video":
-            features = parts.family.encode_video(parts.model, pixels)
-        else:
-            features = parts.family.encode_images(parts.model, pixels)
+        features = _features(parts, chunk.kind, chunk.on(parts.device))
     layers = [features.pooler_output]
     deepstack = getattr(features, "deepstack_features", None)
     if deepstack is not None:
@@ -87,6 +83,13 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
     if is_kept is None:
         return rows
     return rows[to_device(is_kept.nonzero().flatten(), rows.device)]
+
+
+def _features(parts: ModelParts, kind: str, pixels: Mapping[str, Any]) -> Any:
+    """Return the vision tower's output for pixels of a kind of item, ``"video"`` or ``"image"``."""
+    if kind == "video":
+        return parts.family.encode_video(parts.model, pixels)
+    return parts.family.encode_images(parts.model, pixels)
 
 
 def encode_pooled(parts: ModelParts, visual: VisualInput) -> Tensor:

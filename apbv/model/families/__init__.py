@@ -1,28 +1,12 @@
-"""The model families: one table, and one class for all that differs between them.
+"""The model families: a table, and a class for each that differs in more than the table says.
 
 Nothing outside this folder compares a family's name or reads a model's config, except to load it.
 """
 
-from transformers import PreTrainedConfig
-
-from ...errors import UnsupportedModelError
 from .base import ModelFamily
-from .glm4v import Glm4v
-from .internvl import InternVL
-from .llava import Llava, LlavaNext, LlavaNextVideo
-from .llava_onevision import LlavaOnevision
-from .qwen_omni import WHOLE_MODEL, QwenOmni, thinker_config
-from .qwen_vl import Qwen3VL, QwenVL
+from .registry import family_of, hybrid_family, require_supported, runnable_config
 from .sizes import RULE_CHUNK, DecoderSizes, LinearSizes
-from .table import (
-    IMAGE_FAMILIES,
-    ROWS,
-    TEXT_FAMILIES,
-    VIDEO_FAMILIES,
-    VISION_FAMILIES,
-    WHY_UNSUPPORTED,
-)
-from .video_llama3 import VideoLlama3
+from .table import IMAGE_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
 
 __all__ = [
     "IMAGE_FAMILIES",
@@ -38,58 +22,3 @@ __all__ = [
     "require_supported",
     "runnable_config",
 ]
-
-# The classes of vision-language families, but of those that are like another.
-_CLASSES: dict[str, type[ModelFamily]] = {
-    "qwen2_vl": QwenVL,
-    "qwen2_5_vl": QwenVL,
-    "qwen2_5_omni_thinker": QwenOmni,
-    "qwen3_vl": Qwen3VL,
-    "glm4v": Glm4v,
-    "internvl": InternVL,
-    "llava": Llava,
-    "llava_next": LlavaNext,
-    "llava_next_video": LlavaNextVideo,
-    "llava_onevision": LlavaOnevision,
-    "video_llama_3": VideoLlama3,
-}
-
-
-def family_of(config: PreTrainedConfig) -> ModelFamily:
-    """Return the family of a whole model's config.
-
-    Raises:
-        UnsupportedModelError: an unknown family.
-    """
-    name = getattr(config, "model_type", type(config).__name__)
-    row = ROWS.get(name)
-    if row is None:
-        supported = f"supported are {', '.join(VISION_FAMILIES + TEXT_FAMILIES)}"
-        why = WHY_UNSUPPORTED.get(name, supported)
-        raise UnsupportedModelError(f"{name} models are not supported; {why}")
-    return _CLASSES.get(row.like, ModelFamily)(row, config)
-
-
-def require_supported(config: PreTrainedConfig) -> ModelFamily:
-    """Return the family of a whole model's config, or reject it before its weights are loaded.
-
-    Raises:
-        UnsupportedModelError: an unknown family, or a model that apbv cannot compute exactly; see
-            :meth:`ModelFamily.require_runnable`.
-    """
-    family = family_of(config)
-    family.require_runnable()
-    return family
-
-
-def hybrid_family(config: PreTrainedConfig) -> str | None:
-    """Return the name of a hybrid's family; None if all of a model's layers have attention."""
-    row = ROWS.get(config.model_type)
-    return row.name if row is not None and row.is_hybrid else None
-
-
-def runnable_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the part of a checkpoint's model that apbv runs, or its own."""
-    if config.model_type == WHOLE_MODEL:
-        return thinker_config(config)
-    return config

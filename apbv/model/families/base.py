@@ -37,6 +37,7 @@ class ModelFamily:
         num_rows_ending_video: visual tokens after a video's last frame.
         text_tokens_per_patch: about how many text tokens stand before each temporal patch of a
             video but the first, such as its time.
+        frames_per_audio_row: the spectrogram frames of an audio token; 0: there are none.
         tells_frame_rate: whether the processor takes a video's frame rate from its argument
             ``fps``, and not from the video's metadata.
         whole_limits_videos: whether the whole processor gives its part for videos other limits on
@@ -48,6 +49,7 @@ class ModelFamily:
     image_pixels: str | None = "pixel_values"
     num_rows_ending_video = 0
     text_tokens_per_patch = 0
+    frames_per_audio_row = 0
     tells_frame_rate = False
     whole_limits_videos = False
 
@@ -375,6 +377,10 @@ class ModelFamily:
             num_ending: how many of them end a video; 0 where the patches are not its last.
         """
         return rows
+
+    def num_audio_rows(self, num_frames: int) -> int:
+        """Count the audio tokens of a number of spectrogram frames."""
+        raise NotImplementedError(f"{self.name} models take no audio")
 
     def audio_unit(self, model: Any) -> int:
         """Return the spectrogram frames in the smallest piece of audio that can be encoded by

@@ -23,6 +23,7 @@ def thinker_config(config: PreTrainedConfig) -> PreTrainedConfig:
 class QwenOmni(QwenVL):
     """Qwen2.5-Omni's thinker, which also hears, by itself or beside a video's frames."""
 
+    frames_per_audio_row = 4  # after convolutions and pooling with two strides of two
     tells_frame_rate = True
     whole_limits_videos = True
 
@@ -66,6 +67,9 @@ class QwenOmni(QwenVL):
                 "audio must be interleaved with the frames of all videos of a prompt, or of none"
             )
         return has_heard
+
+    def num_audio_rows(self, num_frames: int) -> int:
+        return max(0, ((num_frames - 1) // 2 + 1) // 2)
 
     def audio_unit(self, model: Any) -> int:
         # A window of the tower's convolutions and attention; where pairs of rows are pooled across
