@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,26 @@ from .process_groups import (
 from .threads import in_thread
 
 
+@dataclass(frozen=True)
+class HostLinks:
+    """A host's rank, and how it reaches other hosts without process groups.
+
+    For simulations and tests: :class:`apbv.testing.simulated.SimulatedHost` has such links.
+
+    Attributes:
+        rank: this host's index h in 0 .. size-1.
+        size: H.
+        watch: posts this host's failures, and detects those of others. None: failures reach nobody.
+        collectives: exchanges tensors, on devices and in CPU memory. None: a subclass of
+            :class:`HostGroup` overrides the methods that exchange any, or there are no exchanges.
+    """
+
+    rank: int
+    size: int
+    watch: FailureWatch | None = None
+    collectives: Collectives | LocalCollectives | None = None
+
+
 class HostGroup:
     """The hosts (sequence-parallel ranks) that prefill together: one per full replica of the model.
 
@@ -46,7 +67,8 @@ class HostGroup:
     HostGroup, on which the TP ranks of a host make the same calls; data goes to the same TP rank of
     the other hosts, while statuses, chosen tokens and failures concern all processes.
 
-    Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
+    Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`. A subclass that
+    exchanges data in a way of its own passes :class:`HostLinks` to the constructor.
 
     Attributes:
         rank: this host's index h in 0 .. size-1.
@@ -76,21 +98,32 @@ class HostGroup:
         heartbeat: Heartbeat | None = None,
         waits_for_work: bool = True,
         numbers: Sequence[int] | None = None,
+        links: HostLinks | None = None,
     ):
-        """Wrap process groups that exist.
+        """Wrap process groups that exist, or links that need none.
 
         Args:
-            groups: None for a process that is alone.
+            groups: None for a process that is alone, or has ``links``.
             owns_group: whether :meth:`close` destroys all process groups.
             heartbeat: an existing one of another group of this process; None: a new one.
             waits_for_work: see :meth:`subgroup`.
             numbers: the hosts' numbers in messages; None: their ranks.
+            links: how this host reaches others without process groups; None: it does not.
         """
-        self._numbers = numbers
         groups = groups or ProcessGroups()
+        if links is None:
+            self.rank, self.size = rank_and_size(groups.data)
+        else:
+            self.rank = links.rank
+            self.size = links.size
+        self.tensor_parallel_rank, self.tensor_parallel_size = rank_and_size(groups.members)
+        self.num_processes = self.size * self.tensor_parallel_size
+        self.is_leader = self.rank == 0 and self.tensor_parallel_rank == 0
+        self._numbers = numbers
         self._groups = groups
         self._owns_group = owns_group
-        self._take_place(*rank_and_size(groups.data), *rank_and_size(groups.members))
+        process = self.rank * self.tensor_parallel_size + self.tensor_parallel_rank
+        self.name = self.name_of(process)
         self.device = device
         self.timeout = timeout
         self.bytes_received = 0
@@ -102,6 +135,9 @@ class HostGroup:
         )
         self._data: Collectives | LocalCollectives = LocalCollectives()
         self._control: Collectives | LocalCollectives = LocalCollectives()
+        if links is not None:
+            self._watch = links.watch or self._watch
+            self._data = self._control = links.collectives or LocalCollectives()
         if groups.data is not None and self.size > 1:
             kind = StagedCollectives if groups.is_staged else Collectives
             self._data = kind(groups.data, self._watch)
@@ -109,15 +145,6 @@ class HostGroup:
             self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait
-
-    def _take_place(self, rank: int, size: int, member: int = 0, num_members: int = 1) -> None:
-        self.rank = rank
-        self.size = size
-        self.tensor_parallel_rank = member
-        self.tensor_parallel_size = num_members
-        self.num_processes = size * num_members
-        self.is_leader = rank == 0 and member == 0
-        self.name = self.name_of(rank * num_members + member)
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":

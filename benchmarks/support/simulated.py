@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from apbv.errors import HostError, InvalidRequestError, describe_error
 from apbv.hosts.devices import record_event
 from apbv.hosts.failure_watch import FailureWatch
-from apbv.hosts.group import HostGroup
+from apbv.hosts.group import HostGroup, HostLinks
 from apbv.pending import Pending
 
 
@@ -158,9 +158,9 @@ class SimulatedHost(HostGroup):
     has_own_process = False
 
     def __init__(self, machine: _Machine, rank: int, pace: Sequence[Lap] | None = None):
-        super().__init__(device=machine.device, timeout=float("inf"))
-        self._take_place(rank, machine.num_hosts)
-        self._watch = _SimulatedWatch(self.name, machine)
+        self._failures = _SimulatedWatch(f"host {rank}", machine)
+        links = HostLinks(rank, machine.num_hosts, self._failures)
+        super().__init__(device=machine.device, timeout=float("inf"), links=links)
         self._machine = machine
         self._network = machine.network
         self._pace = pace
@@ -370,7 +370,7 @@ class SimulatedHost(HostGroup):
             result: makes what this host receives of all hosts' payloads.
             on_gpu: whether the GPU waits for the data, and not the CPU.
         """
-        if self._watch.is_broken:
+        if self._failures.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine = self._machine
 
@@ -427,7 +427,7 @@ class SimulatedHost(HostGroup):
                     machine.turn.wait()
                 del machine.waiting[self.rank]
                 if len(posts) < self.size:
-                    self._watch.is_broken = True
+                    self._failures.is_broken = True
                     machine.turn.notify_all()
                     raise HostError(
                         machine.failure or "the hosts no longer take part in the same exchanges"

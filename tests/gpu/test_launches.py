@@ -14,7 +14,7 @@ import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
-from apbv.hosts import Pending
+from apbv.hosts import HostLinks, Pending
 from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
 
@@ -67,10 +67,8 @@ class Echo:
 
 def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
     """One of several hosts, of which the others are not there."""
-    hosts = HostGroup.single("cuda:0")
-    hosts._take_place(rank, size)
-    hosts._data = hosts._control = Echo(gpu, size)
-    return hosts
+    links = HostLinks(rank, size, collectives=Echo(gpu, size))
+    return HostGroup(device=torch.device("cuda:0"), timeout=0.0, links=links)
 
 
 @cache
