@@ -17,12 +17,12 @@ from apbv.decode.batch import Batch
 from apbv.hosts import HostLinks, Pending
 from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
+from apbv.testing.random_models import build_model, config_like, text_prompt
 
 from apbv_tests.answers import answer_by, decoder_behind
 from apbv_tests.documents import require_table
 from apbv_tests.pretend_gpu import Events, Machine, rehearsal, to_gpu
 from apbv_tests.scripts import ROOT
-from support.workloads import build_model, config_like, text_prompt
 
 TOKENS = 131_072
 QUESTION = 40

@@ -13,11 +13,11 @@ from transformers.video_utils import VideoMetadata
 from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
+from apbv.testing.simulated import share_weights
 
 from apbv_tests import families
 from apbv_tests.families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from apbv_tests.video_files import decode_all
-from support.simulated import share_weights
 
 ALL_FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 # In all layers.
