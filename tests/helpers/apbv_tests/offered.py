@@ -139,7 +139,7 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     parallel, text = (prefill.get(name, usual) for name, usual in asked.items())
     if parallel > 1:
         hosts = HostGroup.from_process_group(
-            hosts._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel
+            hosts.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel
         )
     config = PrefillConfig(**{name: value for name, value in prefill.items() if name not in asked})
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)

@@ -91,8 +91,8 @@ def join(hosts: HostGroup, device: str | torch.device, **options) -> HostGroup:
 
 
 def _group_of(hosts: HostGroup, backend: str) -> dist.ProcessGroup:
-    like = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
-    ranks = dist.get_process_group_ranks(hosts._groups.control)
+    like = hosts.groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
+    ranks = dist.get_process_group_ranks(hosts.groups.control)
     return callers_group(like, ranks, timedelta(seconds=GROUP_TIMEOUT), backend)
 
 
