@@ -426,7 +426,7 @@ def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
             (q[:, :, -len(answer) :] @ keys.transpose(2, 3) * scale).softmax(dim=-1).amax(dim=2)
         )
         expected = weights.unflatten(1, (k.shape[1], -1)).amax(dim=2)
-        torch.testing.assert_close(pairs._scores[0, block], expected)
+        torch.testing.assert_close(pairs.scores[0, block], expected)
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
