@@ -51,7 +51,12 @@ def by_processor(
     processor, content: list[dict], videos: list[tuple] = (), images: list | None = None
 ) -> dict:
     """What a processor makes of a chat's only turn; videos are frames, each with its metadata."""
-    parts = [{name: part[name] for name in ("type", "text") if name in part} for part in content]
+    parts = []
+    for part in content:
+        shown_part = {"type": part["type"]}
+        if "text" in part:
+            shown_part["text"] = part["text"]
+        parts.append(shown_part)
     asked = [{"role": "user", "content": parts}]
     text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     shown = {}
@@ -144,9 +149,12 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def kv_of(cache):
     """The keys and values of each layer, as they are now; None of a host without a cache."""
-    return cache and [
-        tuple(states.clone() for states in _states_of(layer)) for layer in cache.layers
-    ]
+    if cache is None:
+        return None
+    layers = []
+    for layer in cache.layers:
+        layers.append(tuple(states.clone() for states in _states_of(layer)))
+    return layers
 
 
 def _states_of(layer) -> tuple:

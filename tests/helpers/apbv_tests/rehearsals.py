@@ -65,11 +65,10 @@ class Case:
         """The tokens of the answer, or of both answers."""
         request = {"video": clip, "num_frames": 6, "max_new_tokens": 4, **self.request}
         questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
-        return [
-            token
-            for question in questions
-            for token in engine.generate(question, **request).token_ids
-        ]
+        tokens = []
+        for question in questions:
+            tokens += engine.generate(question, **request).token_ids
+        return tokens
 
 
 def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
