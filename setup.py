@@ -14,6 +14,7 @@ setup(
         "apbv.kernels": ["tiles.json"],
         "apbv.model.families": ["families.toml"],
         "apbv.serve": ["*.toml"],
+        "apbv.testing": ["models.toml"],
         "apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"],
     },
 )

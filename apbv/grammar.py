@@ -93,6 +93,9 @@ class Grammars:
 
     Raises:
         InvalidRequestError: llguidance is not installed, or does not know this kind of tokenizer.
+
+    Attributes:
+        checks: looks at grammars before they are compiled.
     """
 
     def __init__(self, tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
@@ -108,7 +111,7 @@ class Grammars:
         backend_tokenizer = copy(tokenizer.backend_tokenizer)
         backend_tokenizer.no_padding()
         backend_tokenizer.no_truncation()
-        self._checks = GrammarChecks(backend_tokenizer.to_str(), vocab_size, eos_tokens)
+        self.checks = GrammarChecks(backend_tokenizer.to_str(), vocab_size, eos_tokens)
 
     def begin(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
         """Check and compile a schema, or a grammar instead, for a new answer.
@@ -135,7 +138,7 @@ class Grammars:
             InvalidRequestError: it is invalid, too long, too complex, or uses unsupported features.
             GrammarCheckError: it could not be checked.
         """
-        reason = self._checks.reason_against(_for_matcher(json_schema, grammar), is_wanted)
+        reason = self.checks.reason_against(_for_matcher(json_schema, grammar), is_wanted)
         if reason:
             raise InvalidRequestError(f"this {_kind(grammar)} {reason}")
 

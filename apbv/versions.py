@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import version
 
 # The newest releases that the tests pass with.
-_NEWEST_TRIED = {"torch": (2, 15), "transformers": (5, 24), "av": (19, 0)}
+NEWEST_TRIED = {"torch": (2, 15), "transformers": (5, 24), "av": (19, 0)}
 
 
 @cache
@@ -19,7 +19,7 @@ def untried() -> str | None:
     """Say which packages are newer than any release that apbv was tried with; None: none is."""
     newer = [
         f"{package} {version(package)} (tried: up to {'.'.join(map(str, newest))})"
-        for package, newest in _NEWEST_TRIED.items()
+        for package, newest in NEWEST_TRIED.items()
         if release(package) > newest
     ]
     return ", ".join(newer) or None

@@ -10,8 +10,8 @@ tokens, and TTFT.
 Tasks follow VNBench: retrieval, ordering and counting of needles that are edited into a scene or
 inserted as separate shots. Clips are real H.264 files. Methods are interleaved on every question,
 so that drift in the machine's speed affects all equally. Single-host methods run on one host; the
-others on simulated hosts (support.simulated) or those of torchrun, with the same answers. With
---json every clip is written as soon as it is done, and clips that the file already has are skipped.
+others on simulated hosts or those of torchrun, with the same answers. With --json every clip is
+written as soon as it is done, and clips that the file already has are skipped.
 
 On one host, a reducer's ranking is compared with random selection of as many tokens ("dycoke,
 random, 0.5"), and with the needles' tokens plus random others ("dycoke, needles kept, 0.5").
@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from apbv import HostGroup
 from apbv.demo import draft_path
+from apbv.testing.simulated import share_weights
 
 from support import captions
 from support.arguments import parser_of, presets_of
@@ -49,7 +50,6 @@ from support.exams import (
     with_reference,
 )
 from support.records import columns_of, measure_what_is_left, plot, table
-from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts
 
 PRESETS = presets_of("accuracy")

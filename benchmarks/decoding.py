@@ -40,12 +40,13 @@ from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.reporting import report_error
 from apbv.stats import StageTimer
+from apbv.testing.random_models import CONFIGS
 from apbv.versions import CACHE_ARGUMENT
 
 from support.arguments import parser_of
+from support.bench import load_model
 from support.processes import synchronize
 from support.records import columns_of, fields_of, report
-from support.workloads import CONFIGS, load_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}

@@ -31,8 +31,8 @@ from apbv.speculate.builders import draft_by_model
 from apbv.speculate.draft import Draft, DraftTask
 from apbv.speculate.strategies import keep_policy, make_observer
 from apbv.speculate.tree import Tree
+from apbv.testing import clips
 
-from support import clips
 from support.arguments import parser_of
 from support.exams import Candidate, Exam, load_demo
 from support.records import columns_of, fields_of, keep, table

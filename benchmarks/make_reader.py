@@ -40,8 +40,9 @@ from transformers import (
 
 from apbv import HostGroup, demo
 from apbv.model.checkpoints import load_weights
+from apbv.testing import clips
 
-from support import captions, clips
+from support import captions
 from support.arguments import parser_of, presets_of
 from support.exams import Candidate, Exam
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 
-from support import clips
+from apbv.testing import clips
+
 from support.arguments import parser_of
 
 

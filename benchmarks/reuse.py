@@ -6,7 +6,7 @@
 Every clip is asked several questions, by engines that cache nothing, embeddings ("exact"), or KV
 ("kv"); the first question, which fills the cache, differs from clip to clip and is not scored.
 Clips are held-out, as real H.264 files. Without torchrun the hosts are simulated
-(support.simulated).
+(apbv.testing.simulated).
 """
 
 import argparse

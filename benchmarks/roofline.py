@@ -36,12 +36,12 @@ from apbv.model.attention import apbv_attention
 from apbv.model.families import DecoderSizes
 from apbv.model.fused import ElementwiseKernels, fused_stand_ins, with_stand_ins
 from apbv.model.linear_attention import with_linear_attention
+from apbv.testing.random_models import config_of
 
 from support.arguments import parser_of, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
 from support.operator_cases import cases, sizes_of
 from support.records import fields_of, markdown_table
-from support.workloads import config_of
 
 GPUS = presets_of("roofline")
 PEAKS = GPUS["peaks"]  # by GPU: FLOP/s, and bytes/s of its memory and its link

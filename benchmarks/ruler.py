@@ -14,10 +14,9 @@ in RULER the answer's beginning is given, and the score is the share of expected
 answer contains. The texts are generated here. Rows are also compared by the token distributions of
 a right answer given their KV: the mean KL divergence from ``full``, which separates rows with far
 fewer samples. Some rows pass on other pairs than ``apbv`` does: drawn at random, or those that the
-answer attends to most (support.passed_pairs). Hosts are simulated (support.simulated), or those of
-torchrun. Several --processes share a GPU that one leaves idle; times are then not recorded. With
---json every sample is written as soon as it is done, and samples that the file already has are
-skipped.
+answer attends to most (support.passed_pairs). Hosts are simulated, or those of torchrun. Several
+--processes share a GPU that one leaves idle; times are then not recorded. With --json every sample
+is written as soon as it is done, and samples that the file already has are skipped.
 """
 
 import argparse

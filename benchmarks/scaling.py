@@ -6,9 +6,9 @@
 
 plan      evaluates the cost model of FLOPs, bytes and memory for any Hugging Face config and any
           number of tokens and hosts.
-simulate  computes every host's share, one after the other (support.simulated), several times, and
-          compares the speedup over full attention at each host's mean pace with the cost model's
-          ratio of FLOPs.
+simulate  computes every host's share, one after the other (apbv.testing.simulated), several times,
+          and compares the speedup over full attention at each host's mean pace with the cost
+          model's ratio of FLOPs.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from apbv import HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import REDUCE, add_settings, prefill_config
 from apbv.planning import parse_resolution
+from apbv.testing.random_models import MERGE, PREFIX_LEN, config_of, patch_grid
+from apbv.testing.simulated import Lap
 
 from support.arguments import add_options
 from support.bench import Bench, Case, Workload
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import columns_of, fields_of, report
-from support.simulated import Lap
-from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
 

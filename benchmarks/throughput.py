@@ -10,7 +10,7 @@ only, and KV that stays where it was computed. Every round interleaves all metho
 the machine's speed affects all equally. `full` uses one host with the CPU threads of all hosts
 together; on GPUs it uses one GPU. Weights are random, unless --model is a checkpoint.
 
-Simulated hosts (support.simulated) compute one at a time, each with the whole machine, and data
+Simulated hosts (apbv.testing) compute one at a time, each with the whole machine, and data
 arrives after --latency plus size over --bandwidth. Their times are real computation on virtual
 clocks, and are marked as simulated.
 """

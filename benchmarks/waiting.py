@@ -27,10 +27,10 @@ from PIL import Image
 
 from apbv import Engine, HostGroup
 from apbv.serve.settings import ServerSettings
+from apbv.testing.clips import write_mp4
 
 from support.arguments import parser_of
 from support.clients import Answer, is_healthy, serve_while, stream_answer
-from support.clips import write_mp4
 from support.records import columns_of, measure_on_hosts
 from support.summaries import percentiles
 

@@ -43,7 +43,7 @@ _HALF = (torch.float16, torch.bfloat16)
 # Queries, keys and causality of the problems on which a library is tried. No length is a multiple
 # of a tile; decoding and short passing blocks have lengths such as these.
 _LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False))
-_FEWER_QUERIES = ((129, 200, True), (63, 330, True))
+FEWER_QUERIES = ((129, 200, True), (63, 330, True))
 # FlashAttention's modules by version, and the versions by major compute capability, the fastest
 # first. Version 3 has one name as its authors build it, and another in the package fa3-fwd.
 FLASH_MODULES = {
@@ -183,7 +183,7 @@ def is_bottom_right(
     """
     if usable(name, device, dtype, head_dim, groups) is not None:
         return False
-    return probe(ATTEND[name], device, dtype, head_dim, groups, _FEWER_QUERIES) is None
+    return probe(ATTEND[name], device, dtype, head_dim, groups, FEWER_QUERIES) is None
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def probe(
 
 
 @cache
-def _flash_attention(major: int) -> tuple[int, Callable]:
+def flash_attention(major: int) -> tuple[int, Callable]:
     """Import the best FlashAttention for a generation of GPUs; return its version and function.
 
     Raises:
@@ -249,7 +249,7 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
 def flash_version(major: int) -> int | None:
     """Return which FlashAttention (2, 3 or 4) runs on GPUs of a major compute capability."""
     with suppress(ImportError):
-        return _flash_attention(major)[0]
+        return flash_attention(major)[0]
     return None
 
 
@@ -318,7 +318,7 @@ def attend_masked(
 def _attend_flash_attn(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    version, flash_attn_func = _flash_attention(capability(q.device)[0])
+    version, flash_attn_func = flash_attention(capability(q.device)[0])
     # The option with which it returns the lse, too.
     lse_option = "return_lse" if version == 4 else "return_attn_probs"
     q, scale = with_positive_scale(q, scale)

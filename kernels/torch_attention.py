@@ -28,7 +28,7 @@ from .torch_merging import merge_finite
 
 # With so few queries, reading K and V once for all heads of a group is worth rearranging the
 # queries.
-_FEW_QUERIES = 64
+FEW_QUERIES = 64
 
 
 def segmented_attention(
@@ -51,7 +51,7 @@ def segmented_attention(
     attend = attend_with(library, q, segments[0][0])
     # Every part's queries see some of its keys: torch need not check for undefined results.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
-    is_block = causal_last and not num_anchor_queries and q.shape[2] > _FEW_QUERIES
+    is_block = causal_last and not num_anchor_queries and q.shape[2] > FEW_QUERIES
     groups = q.shape[1] // segments[0][0].shape[1]
     if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
@@ -230,7 +230,7 @@ def _attend_all(
     q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Attend where every query sees every key: a group's heads can be more queries of one head."""
-    if q.shape[2] > _FEW_QUERIES:
+    if q.shape[2] > FEW_QUERIES:
         return attend(q, k, v, scale, False)
     # [B, Hkv, G * S, D]
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Maximum scores in memory per batch row: bounds memory for long questions, and fits a CPU's caches.
-_MAX_SCORES = 2**22
+MAX_SCORES = 2**22
 
 
 def kv_importance(
@@ -98,7 +98,7 @@ def chunked_scores(rows: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slic
         Which R' rows these are, and their scores ``[B, Hkv, R', T]`` in fp32 (fp64 for fp64 input),
         which the caller may overwrite.
     """
-    step = max(1, _MAX_SCORES // (k.shape[1] * k.shape[2]))
+    step = max(1, MAX_SCORES // (k.shape[1] * k.shape[2]))
     k = k.to(_wide(k))
     for start in range(0, rows.shape[2], step):
         which = slice(start, start + step)

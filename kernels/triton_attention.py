@@ -30,7 +30,7 @@ from .triton_merging import merge_states
 from .triton_specialization import hide
 
 # Empty segments pad the key segments to a multiple of this, so that many prompts share a kernel.
-_SEGMENTS_BUCKET = 4
+SEGMENTS_BUCKET = 4
 _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 # A program whose tile has this many rows leaves no registers of its SM to another.
 _ROWS_THAT_FILL = 128
@@ -80,7 +80,7 @@ def segmented_attention(
         *segments, last_segment = segments
         last = KeySegment.of_pieces(*last_segment)
     past = find_key_segments(segments)
-    plan = _plan_segments(
+    plan = plan_segments(
         q.shape,
         kv_heads,
         q.stride(),
@@ -177,7 +177,7 @@ class _SegmentsPlan:
 
 
 @lru_cache(maxsize=256)
-def _plan_segments(
+def plan_segments(
     shape: torch.Size,
     kv_heads: int,
     q_strides: Strides,
@@ -206,8 +206,8 @@ def _plan_segments(
     splits, keys_per_split = _split_keys(num_programs, num_keys, tile, device)
 
     # Segments, padded to whole buckets, of which there is at least one.
-    num_buckets = max(1, cdiv(len(past), _SEGMENTS_BUCKET))
-    num_empty = num_buckets * _SEGMENTS_BUCKET - len(past)
+    num_buckets = max(1, cdiv(len(past), SEGMENTS_BUCKET))
+    num_empty = num_buckets * SEGMENTS_BUCKET - len(past)
     padded = [*past, *[_EMPTY_LAYOUT] * num_empty]
 
     # Strides.
@@ -288,7 +288,7 @@ def verify_attention(
         mask = CAUSAL
         num_masked = queries
 
-    plan = _plan_verification(
+    plan = plan_verification(
         q.shape,
         k.shape[1],
         q.stride(),
@@ -385,7 +385,7 @@ class _VerificationPlan:
 
 
 @lru_cache(maxsize=256)
-def _plan_verification(
+def plan_verification(
     shape: torch.Size,
     kv_heads: int,
     q_strides: Strides,

@@ -102,7 +102,7 @@ def on_hosts(pool):
     ``test_simulate`` shows that they give the results of real ones.
     """
 
-    from support.simulated import simulate
+    from apbv.testing.simulated import simulate
 
     def run(num_hosts: int, job: Callable, *args) -> list:
         return (pool.run if num_hosts <= 4 else simulate)(num_hosts, job, *args)

@@ -32,9 +32,9 @@ from apbv_tests.documents import (
     prose,
     read_command,
     require_table,
+    text_table,
 )
 from apbv_tests.scripts import ROOT, run_hosts, run_script
-from support.records import markdown_table
 
 MARKS = {
     "bash": ("quickstart", "run", "ask", "parse", "install", "serve", "vllm", "router", "deploy"),
@@ -388,7 +388,7 @@ def test_the_page_about_choosing_has_the_table_of_refusals():
     for feature, other, _ in CONFLICTS:
         others.setdefault(FEATURES[feature], []).append(FEATURES[other])
     rows = [[feature, "; ".join(found)] for feature, found in others.items()]
-    require_table(CHOOSING, markdown_table(["option", "incompatible with"], rows, align="---"))
+    require_table(CHOOSING, text_table(["option", "incompatible with"], rows))
     named = {feature for conflict in CONFLICTS for feature in conflict[:2]}
     assert named == set(FEATURES)
     for feature, has_it in (

@@ -26,10 +26,9 @@ from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse
 
 from apbv_tests import families
-from apbv_tests.documents import require_table
+from apbv_tests.documents import require_table, text_table
 from apbv_tests.pool import exit_statuses, start
 from apbv_tests.scripts import ROOT
-from support.records import markdown_table
 
 FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 
@@ -121,6 +120,5 @@ def test_the_page_about_the_library_has_the_table_of_families(tmp_path):
             cells.append("yes" if is_shown else "no" if is_refused else "not tested")
         alike.setdefault(tuple(cells), []).append(f"`{family}`")
     rows = [[", ".join(names), *cells] for cells, names in alike.items()]
-    require_table(
-        ROOT / "docs" / "library.md", markdown_table(["`model_type`", *COLUMNS], rows, align="---")
-    )
+    table = text_table(["`model_type`", *COLUMNS], rows)
+    require_table(ROOT / "docs" / "library.md", table)

@@ -67,7 +67,7 @@ def test_what_no_answer_can_follow_is_refused_with_the_reason_and_nothing_stays(
 
 
 def is_of(process: str, grammars: Grammars) -> bool:
-    return int(process) == grammars._checks._process.pid
+    return int(process) == grammars.checks.process.pid
 
 
 def test_a_call_of_the_library_is_refused_too(engine):
@@ -81,8 +81,8 @@ def test_a_call_of_the_library_is_refused_too(engine):
 
 def test_the_same_is_checked_once(grammars, monkeypatch):
     checked = []
-    check = GrammarChecks._check
-    monkeypatch.setattr(GrammarChecks, "_check", lambda *given: checked.append(1) or check(*given))
+    check = GrammarChecks.check
+    monkeypatch.setattr(GrammarChecks, "check", lambda *given: checked.append(1) or check(*given))
     for schema in ({"type": "object"}, {"type": 7}, {"type": "object"}):
         for _ in range(2):
             try:
@@ -117,7 +117,7 @@ def test_what_runs_too_long_holds_nobody_up(grammars):
 @contextmanager
 def full(grammars: Grammars):
     """Every place is taken."""
-    lanes = grammars._checks._lanes
+    lanes = grammars.checks.lanes
     taken = [lane.places for lane in lanes for _ in range(8) if lane.places.acquire(blocking=False)]
     try:
         yield
@@ -136,28 +136,28 @@ def test_whoever_leaves_waits_no_longer(grammars):
 
 
 def test_a_wait_for_others_ends(grammars):
-    lanes = [replace(lane, max_wait=0.0) for lane in grammars._checks._lanes]
-    grammars._checks._lanes = lanes
+    lanes = [replace(lane, max_wait=0.0) for lane in grammars.checks.lanes]
+    grammars.checks.lanes = lanes
     with full(grammars), pytest.raises(GrammarCheckError, match="try again later"):
         grammars.check('{"type": "object"}')
 
 
 def test_more_than_may_wait_are_told_so_at_once(grammars):
-    lanes = [replace(lane, queue=threading.Semaphore(0)) for lane in grammars._checks._lanes]
-    grammars._checks._lanes = lanes
+    lanes = [replace(lane, queue=threading.Semaphore(0)) for lane in grammars.checks.lanes]
+    grammars.checks.lanes = lanes
     with pytest.raises(GrammarCheckError, match="try again later"):
         grammars.check('{"type": "object"}')
 
 
 def test_a_process_that_was_killed_is_replaced_and_the_last_one_ends_with_its_grammars(grammars):
     grammars.check('{"type": "object"}')
-    process = grammars._checks._process
+    process = grammars.checks.process
     os.kill(process.pid, signal.SIGKILL)
     process.wait(HANGING)
     grammars.check('{"type": "string"}')
-    replaced = grammars._checks._process
+    replaced = grammars.checks.process
     assert replaced.pid != process.pid and replaced.poll() is None
-    grammars._checks._end()
+    grammars.checks.close()
     assert replaced.poll() == 0
 
 

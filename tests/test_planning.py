@@ -101,7 +101,7 @@ def test_a_familys_default_config_is_planned(family):
 def test_any_number_of_frames_is_planned_or_refused(family):
     """With the sizes that transformers gives the processor; the search for how many fit tries
     millions."""
-    name = families._OWN[family]["processor"]["video"]
+    name = families.FAMILY_DATA[family]["processor"]["video"]
     processor = getattr(transformers, f"{name}VideoProcessor")()
     config = CONFIG_MAPPING[family]()
     assert video_size(config, 64, 720, 1280, processor).num_rows > 0

@@ -53,7 +53,7 @@ def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
         if line.startswith("- **Needs**")
     )
     assert project["requires-python"] == f">={re.search('Python ([0-9.]+)', needs)[1]}"
-    for package, newest in versions._NEWEST_TRIED.items():
+    for package, newest in versions.NEWEST_TRIED.items():
         tried = re.search(
             rf"{'PyAV' if package == 'av' else package} ([0-9.]+)",
             needs.partition("tried up to")[2],
@@ -64,7 +64,7 @@ def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
 
 
 def test_a_later_version_is_used_with_a_warning(monkeypatch):
-    monkeypatch.setattr(versions, "_NEWEST_TRIED", {"torch": (2, 10), "transformers": (99, 0)})
+    monkeypatch.setattr(versions, "NEWEST_TRIED", {"torch": (2, 10), "transformers": (99, 0)})
     with pytest.warns(
         UserWarning, match=r"apbv was not tried yet with torch 2\..* \(tried: up to 2\.10\)$"
     ):

@@ -43,6 +43,7 @@ LAYERS = (
     ("apbv.generated", "apbv.planning"),
     ("apbv.engine",),
     ("apbv",),
+    ("apbv.testing",),
     ("apbv.serve", "apbv.integrations"),
     ("apbv.launch",),
     ("apbv.doctor",),
@@ -144,6 +145,8 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
             against(line, "imports triton outside a kernel file")
         elif top == "vllm" and module in OURS and not starts_with(module, "apbv.integrations"):
             against(line, "imports vllm outside apbv.integrations")
+        elif top in {"pytest", "_pytest", "hypothesis"} and module in OURS:
+            against(line, f"imports {name}, a framework of tests")
         if top in ONLY_FOR_SERVING and module in OURS and not starts_with(module, "apbv.serve"):
             against(line, f"imports {name}, which only the extra 'serve' installs")
     if module in OURS and not starts_with(module, "apbv.hosts"):
@@ -160,6 +163,23 @@ def test_import_rules():
         for line in violations(module, path.name == "__init__.py", path.read_text(encoding="utf-8"))
     ]
     assert not broken, "\n".join(broken)
+
+
+# Of the tests elsewhere: what imports everything once, and what the benchmarks of questions share.
+_KNOW_BENCHMARKS = {"tests.helpers.apbv_tests.asked", "tests.helpers.apbv_tests.preloaded"}
+
+
+def test_only_tests_of_benchmarks_import_their_code():
+    """What others need of it belongs in apbv.testing."""
+    found = []
+    for module, path in modules({"tests": "tests"}).items():
+        if starts_with(module, "tests.benchmarks") or module in _KNOW_BENCHMARKS:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name, line in imports(tree, module, path.name == "__init__.py"):
+            if starts_with(name, "support"):
+                found.append(f"{module}:{line}: imports {name}")
+    assert not found, "\n".join(found)
 
 
 def imports_among(known: dict[str, Path], root: str = "") -> dict[str, set[str]]:
@@ -394,6 +414,7 @@ def test_scripts_import_apbv_before_transformers():
         ("apbv.prefilling.result", "from vllm import LLM"),
         ("apbv.kv.cache", "import torch.distributed as dist"),
         ("apbv.engine", "import starlette"),
+        ("apbv.testing.simulated", "import pytest"),
     ],
 )
 def test_the_rules_see_a_violation(module, source):

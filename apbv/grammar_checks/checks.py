@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -65,6 +65,10 @@ class GrammarChecks:
         tokenizer: the JSON of the tokenizers library.
         vocab_size: the number of the model's logits.
         eos_tokens: tokens that are allowed once an answer is complete; None: the tokenizer's own.
+
+    Attributes:
+        lanes: the limits, the lane of the quickest checks first.
+        process: the other process; None: no check has started it.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_tokens: list[int] | int | None):
@@ -74,10 +78,10 @@ class GrammarChecks:
             0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0
         )
         slow = Lane(2.0, places=threading.Semaphore(2), queue=threading.Semaphore(4), max_wait=5.0)
-        self._lanes = (quick, slow)
+        self.lanes: Sequence[Lane] = (quick, slow)
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # of the verdicts and the following attributes
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         self._requests: socket.socket | None = None  # to the process; None: it has not started
         self._end: Callable[[], None] = lambda: None
 
@@ -95,7 +99,7 @@ class GrammarChecks:
         """
         key = sha256(grammar.encode("utf-8", "surrogatepass")).digest()
         reason = None
-        for lane in self._lanes:
+        for lane in self.lanes:
             reason = self._remembered(key)
             if reason is not None:
                 return reason
@@ -103,13 +107,17 @@ class GrammarChecks:
                 # Another thread may have had the same grammar checked while this one waited.
                 reason = self._remembered(key)
                 if reason is None:
-                    reason = self._check(grammar, lane.cpu_seconds, is_wanted)
+                    reason = self.check(grammar, lane.cpu_seconds, is_wanted)
             if reason is not None:
                 break
         if reason is None:
             reason = _TOO_COMPLEX
         self._remember(key, reason)
         return reason
+
+    def close(self) -> None:
+        """End the other process, if it runs; the next check starts it again."""
+        self._end()
 
     def _remembered(self, key: bytes) -> str | None:
         with self._lock:
@@ -123,7 +131,7 @@ class GrammarChecks:
             if len(self._verdicts) > _NUM_VERDICTS:
                 self._verdicts.popitem(last=False)
 
-    def _check(self, grammar: str, cpu_seconds: float, is_wanted: Callable[[], bool]) -> str | None:
+    def check(self, grammar: str, cpu_seconds: float, is_wanted: Callable[[], bool]) -> str | None:
         """Return the other process's verdict; None if a limit ended the check."""
         request = {"grammar": grammar, "cpu_seconds": cpu_seconds, "memory_bytes": _MEMORY_BYTES}
         encoded = json.dumps(request).encode()
@@ -155,7 +163,7 @@ class GrammarChecks:
             command = [sys.executable, "-P", str(_SCRIPT)]
             try:
                 with theirs:
-                    self._process = subprocess.Popen(
+                    self.process = subprocess.Popen(
                         command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
                     )
                 with _sent_channel(ours) as channel:
@@ -166,7 +174,7 @@ class GrammarChecks:
                     f"cannot check JSON schemas and grammars: {error}"
                 ) from error
             self._requests = ours
-            self._end = weakref.finalize(self, _end_process, ours, self._process)
+            self._end = weakref.finalize(self, _end_process, ours, self.process)
             return ours
 
     def _restart_after(self, requests: socket.socket) -> None:

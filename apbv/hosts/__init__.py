@@ -10,11 +10,12 @@ from typing import Any
 from ..pending import Pending
 from ..reporting import warn_renamed
 from .devices import Moment, fair_share_of_cores
-from .group import HostGroup, run_on_hosts
+from .group import HostGroup, HostLinks, run_on_hosts
 from .threads import in_thread
 
 __all__ = [
     "HostGroup",
+    "HostLinks",
     "Moment",
     "Pending",
     "fair_share_of_cores",

@@ -178,7 +178,7 @@ class StagedCollectives(Collectives):
                 wait_for_futures([previous])
             if copy_event is not None:
                 copy_event.synchronize()
-            _wait_in_thread(begin(sent_here, received_here), watch)
+            wait_in_thread(begin(sent_here, received_here), watch)
 
         watch.require_whole()
         pending = in_thread(run_staged)
@@ -193,7 +193,7 @@ class StagedCollectives(Collectives):
         return Pending(finish, pending.done)
 
 
-def _wait_in_thread(work: dist.Work, watch: FailureWatch) -> None:
+def wait_in_thread(work: dist.Work, watch: FailureWatch) -> None:
     """Wait, in a separate thread, until a collective is complete or the group is broken.
 
     Raises:

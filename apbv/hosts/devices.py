@@ -3,8 +3,8 @@
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -13,11 +13,12 @@ from ..errors import BackendUnavailableError, InvalidConfigError
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Moment(NamedTuple):
+@dataclass
+class Moment:
     """When a host came to a place in the code.
 
     Attributes:
-        seconds: by the host's clock.
+        seconds: by the host's clock; NaN as long as a simulated host's are not worked out.
         event: what its GPU reaches when it has done the work queued there; None: the GPU does not
             count.
     """

@@ -176,6 +176,7 @@ class FailureWatch:
 
     Attributes:
         is_broken: whether a process failed in a collective; the group is then unusable.
+        waits_for_work: whether the timeout begins anew while any process works.
         working: returns a context for a named stage in which this process sends heartbeats.
     """
 
@@ -194,7 +195,7 @@ class FailureWatch:
         self._name = name
         self._timeout = timeout
         self._store = store
-        self._waits_for_work = waits_for_work
+        self.waits_for_work = waits_for_work
         self._communicators = communicators
         self._question: Future | None = None  # to the store, as yet unanswered
         self._stages = 0  # with exchanges, nested
@@ -281,7 +282,7 @@ class FailureWatch:
                     if work.is_completed():
                         return self._finish(work)
                     self._require_sound()
-                    if failure := self._posted_failure(patience if self._waits_for_work else None):
+                    if failure := self._posted_failure(patience if self.waits_for_work else None):
                         raise failure from None
                     if patience.is_over:
                         raise self._give_up(patience) from None
@@ -310,7 +311,7 @@ class FailureWatch:
         if self.is_broken or not self._stages:
             return
         try:
-            failure = self._read_failure()
+            failure = self.read_failure()
         except RuntimeError:
             failure = HostError(_LOST_STORE)
         if failure is not None:
@@ -389,7 +390,7 @@ class FailureWatch:
         question = self._question
         if question is None:
             question = self._question = in_thread(
-                lambda: (self._read_failure(), *self._heart.heard())
+                lambda: (self.read_failure(), *self._heart.heard())
             )
             wait_for_futures([question], POLL_SECONDS)
         if not question.done():
@@ -405,8 +406,11 @@ class FailureWatch:
             self._break()
         return failure
 
-    def _read_failure(self) -> ApbvError | None:
-        """Return the error that a process posted; None: there is none."""
+    def read_failure(self) -> ApbvError | None:
+        """Return the error that a process posted; None: there is none.
+
+        This blocks while the store does not answer.
+        """
         if not self._shared_store.check([_FAILURE_KEY]):
             return None
         posted = _Posted.from_text(self._shared_store.get(_FAILURE_KEY).decode(errors="replace"))

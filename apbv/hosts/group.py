@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,26 @@ from .process_groups import (
 from .threads import in_thread
 
 
+@dataclass(frozen=True)
+class HostLinks:
+    """A host's rank, and how it reaches other hosts without process groups.
+
+    For simulations and tests: :class:`apbv.testing.simulated.SimulatedHost` has such links.
+
+    Attributes:
+        rank: this host's index h in 0 .. size-1.
+        size: H.
+        watch: posts this host's failures, and detects those of others. None: failures reach nobody.
+        collectives: exchanges tensors, on devices and in CPU memory. None: a subclass of
+            :class:`HostGroup` overrides the methods that exchange any, or there are no exchanges.
+    """
+
+    rank: int
+    size: int
+    watch: FailureWatch | None = None
+    collectives: Collectives | LocalCollectives | None = None
+
+
 class HostGroup:
     """The hosts (sequence-parallel ranks) that prefill together: one per full replica of the model.
 
@@ -46,7 +67,8 @@ class HostGroup:
     HostGroup, on which the TP ranks of a host make the same calls; data goes to the same TP rank of
     the other hosts, while statuses, chosen tokens and failures concern all processes.
 
-    Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
+    Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`. A subclass that
+    exchanges data in a way of its own passes :class:`HostLinks` to the constructor.
 
     Attributes:
         rank: this host's index h in 0 .. size-1.
@@ -61,6 +83,8 @@ class HostGroup:
         timeout: seconds to wait for other processes without a heartbeat, before giving up.
         bytes_received: payload that this process received from other hosts since the group was
             built; what transformers exchanges between TP ranks is not counted.
+        groups: the process groups that it exchanges data over.
+        watch: posts this process's failures, and detects those of others.
         has_own_process: whether no other host computes in this process, so that it may use threads.
     """
 
@@ -76,48 +100,53 @@ class HostGroup:
         heartbeat: Heartbeat | None = None,
         waits_for_work: bool = True,
         numbers: Sequence[int] | None = None,
+        links: HostLinks | None = None,
     ):
-        """Wrap process groups that exist.
+        """Wrap process groups that exist, or links that need none.
 
         Args:
-            groups: None for a process that is alone.
+            groups: None for a process that is alone, or has ``links``.
             owns_group: whether :meth:`close` destroys all process groups.
             heartbeat: an existing one of another group of this process; None: a new one.
             waits_for_work: see :meth:`subgroup`.
             numbers: the hosts' numbers in messages; None: their ranks.
+            links: how this host reaches others without process groups; None: it does not.
         """
-        self._numbers = numbers
         groups = groups or ProcessGroups()
-        self._groups = groups
+        if links is None:
+            self.rank, self.size = rank_and_size(groups.data)
+        else:
+            self.rank = links.rank
+            self.size = links.size
+        self.tensor_parallel_rank, self.tensor_parallel_size = rank_and_size(groups.members)
+        self.num_processes = self.size * self.tensor_parallel_size
+        self.is_leader = self.rank == 0 and self.tensor_parallel_rank == 0
+        self._numbers = numbers
+        self.groups = groups
         self._owns_group = owns_group
-        self._take_place(*rank_and_size(groups.data), *rank_and_size(groups.members))
+        process = self.rank * self.tensor_parallel_size + self.tensor_parallel_rank
+        self.name = self.name_of(process)
         self.device = device
         self.timeout = timeout
         self.bytes_received = 0
         store = None if groups.control is None else groups.control.get_group_store()
         if store is not None and heartbeat is None:
             heartbeat = Heartbeat(store, self.name, timeout, WORK_LIMIT * timeout)
-        self._watch = FailureWatch(
+        self.watch = FailureWatch(
             self.name, timeout, store, heartbeat, waits_for_work, groups.communicators()
         )
         self._data: Collectives | LocalCollectives = LocalCollectives()
         self._control: Collectives | LocalCollectives = LocalCollectives()
+        if links is not None:
+            self.watch = links.watch or self.watch
+            self._data = self._control = links.collectives or LocalCollectives()
         if groups.data is not None and self.size > 1:
             kind = StagedCollectives if groups.is_staged else Collectives
-            self._data = kind(groups.data, self._watch)
+            self._data = kind(groups.data, self.watch)
         if groups.control is not None and self.num_processes > 1:
-            self._control = Collectives(groups.control, self._watch)
+            self._control = Collectives(groups.control, self.watch)
         if isinstance(groups.members, PolledGroup):
-            groups.members.wait_for = self._watch.wait
-
-    def _take_place(self, rank: int, size: int, member: int = 0, num_members: int = 1) -> None:
-        self.rank = rank
-        self.size = size
-        self.tensor_parallel_rank = member
-        self.tensor_parallel_size = num_members
-        self.num_processes = size * num_members
-        self.is_leader = rank == 0 and member == 0
-        self.name = self.name_of(rank * num_members + member)
+            groups.members.wait_for = self.watch.wait
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":
@@ -218,7 +247,7 @@ class HostGroup:
                 device=chosen,
                 timeout=timeout,
                 owns_group=owns_group,
-                heartbeat=processes._watch.heartbeat if tensor_parallel == 1 else None,
+                heartbeat=processes.watch.heartbeat if tensor_parallel == 1 else None,
             )
             hosts._connect()
         except Exception:
@@ -235,9 +264,9 @@ class HostGroup:
 
     def _connect(self) -> None:
         """Build the groups for GPU data; collective."""
-        if self._groups.nccl:
+        if self.groups.nccl:
             with self.working("connecting the GPUs"):
-                self._watch.wait(PendingCall(in_thread(partial(self._groups.connect, self.device))))
+                self.watch.wait(PendingCall(in_thread(partial(self.groups.connect, self.device))))
 
     def subgroup(
         self,
@@ -268,14 +297,14 @@ class HostGroup:
         if self.tensor_parallel_size > 1:
             raise InvalidConfigError("subgroups are not supported with tensor parallelism")
         timeout = self.timeout if timeout is None else timeout
-        groups = self._groups.of_some(members, timeout, has_data) if self.size > 1 else None
+        groups = self.groups.of_some(members, timeout, has_data) if self.size > 1 else None
         if self.rank not in members:
             return None
         hosts = HostGroup(
             groups,
             device=self.device,
             timeout=timeout,
-            heartbeat=self._watch.heartbeat,
+            heartbeat=self.watch.heartbeat,
             waits_for_work=waits_for_work,
             numbers=[
                 member if self._numbers is None else self._numbers[member] for member in members
@@ -292,7 +321,7 @@ class HostGroup:
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
         """Return this host's TP ranks as a one-dimensional mesh, ``tp``; for T > 1."""
-        members = self._groups.members
+        members = self.groups.members
         assert members is not None  # T > 1
         return DeviceMesh.from_group(members, self.device.type, mesh_dim_names=("tp",))
 
@@ -452,7 +481,7 @@ class HostGroup:
 
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for long work outside a stage, which sends heartbeats."""
-        return self._watch.working(stage)
+        return self.watch.working(stage)
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[Agreement]:
@@ -467,7 +496,7 @@ class HostGroup:
         """
         error: Exception | None = None
         agreement = Agreement()
-        with self.on_device(), self._watch.working(name):
+        with self.on_device(), self.watch.working(name):
             try:
                 yield agreement
             except Exception as caught:
@@ -522,7 +551,7 @@ class HostGroup:
     @property
     def is_broken(self) -> bool:
         """Whether a host failed in a collective, which makes this group unusable."""
-        return self._watch.is_broken
+        return self.watch.is_broken
 
     @property
     def process_group(self):
@@ -531,7 +560,7 @@ class HostGroup:
         None for a single host, in a subgroup, and if hosts share a GPU, because the group cannot
         access GPU data then.
         """
-        return self._groups.data if self._groups.is_known else None
+        return self.groups.data if self.groups.is_known else None
 
     def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         """Start gathering one tensor of the same shape from every host.
@@ -631,8 +660,8 @@ class HostGroup:
         Raises:
             HostError: a host failed, ended, or neither answered nor worked for the group's timeout.
         """
-        if self._groups.nccl:
-            self._watch.wait_for_gpu(event)
+        if self.groups.nccl:
+            self.watch.wait_for_gpu(event)
         else:
             event.synchronize()
 
@@ -646,8 +675,8 @@ class HostGroup:
         Raises:
             HostError: as :meth:`wait_for_device`.
         """
-        if self._groups.nccl:
-            self._watch.wait_for_gpu(torch.cuda.current_stream(self.device).record_event())
+        if self.groups.nccl:
+            self.watch.wait_for_gpu(torch.cuda.current_stream(self.device).record_event())
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:
@@ -659,7 +688,7 @@ class HostGroup:
         NCCL the stage ends when this GPU has finished its work, so that a failure is known before
         results are used.
         """
-        with self.on_device(), self._watch.collective_stage(name, self.num_processes > 1):
+        with self.on_device(), self.watch.collective_stage(name, self.num_processes > 1):
             yield
             self.settle()
 
@@ -670,7 +699,7 @@ class HostGroup:
         """
         if self.num_processes == 1:
             return
-        if not self._watch.is_broken:
+        if not self.watch.is_broken:
             try:
                 self.barrier()
                 return
@@ -684,11 +713,11 @@ class HostGroup:
         Unresponsive hosts are not waited for.
         """
         if self._owns_group and dist.is_initialized():
-            if self._watch.heartbeat is not None:
-                self._watch.heartbeat.stop()
-            if not self._watch.is_broken:
+            if self.watch.heartbeat is not None:
+                self.watch.heartbeat.stop()
+            if not self.watch.is_broken:
                 self._control.drain()
-            leave_world(self.timeout, self._groups.made)
+            leave_world(self.timeout, self.groups.made)
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

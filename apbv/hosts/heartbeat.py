@@ -20,7 +20,7 @@ from .threads import ENDING_SECONDS
 
 _COUNT_KEY = "apbv/beats"
 _WORK_KEY = "apbv/work"
-_BEAT_SECONDS = 1.0
+BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
@@ -37,8 +37,8 @@ class Heartbeat:
     def __init__(self, store: dist.Store, name: str, timeout: float, longest: float):
         self._store = store
         self._name = name
-        self._longest = longest
-        self._interval = min(_BEAT_SECONDS, timeout / 4)
+        self.longest = longest
+        self._interval = min(BEAT_SECONDS, timeout / 4)
         self._stages: list[str] = []  # nested, the innermost last
         self._working_since: float | None = None
         self._stopped = threading.Event()
@@ -47,17 +47,20 @@ class Heartbeat:
         # Replaced, and not changed: the thread goes through it.
         self._looks: list[weakref.WeakMethod] = []
 
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is not None:
+            return
+        arguments = weakref.ref(self), self._stopped, self._interval
+        self._thread = threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True)
+        self._thread.start()
+        # Also at exit: a thread inside the store aborts the process when the interpreter ends.
+        self._end = weakref.finalize(self, _end, self._thread, self._stopped)
+
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:
         """Context for work that others may wait for."""
-        if self._thread is None:
-            arguments = weakref.ref(self), self._stopped, self._interval
-            self._thread = threading.Thread(
-                target=_beat, args=arguments, name="heartbeat", daemon=True
-            )
-            self._thread.start()
-            # Also at exit: a thread inside the store aborts the process when the interpreter ends.
-            self._end = weakref.finalize(self, _end, self._thread, self._stopped)
+        self.start()
         before = self._working_since
         self._working_since = time.monotonic()
         self._stages.append(stage)
@@ -108,7 +111,7 @@ class Heartbeat:
         if not stages or since is None:
             return
         seconds = time.monotonic() - since
-        if seconds < self._longest:
+        if seconds < self.longest:
             # In this order: a counted heartbeat then always has a text.
             self._store.set(
                 _WORK_KEY, f"{self._name} has worked on {stages[0]} for {seconds:.0f} s"

@@ -91,9 +91,9 @@ class ProcessGroups:
         """
         limit = _exchange_limit(timeout)
         on_cpu = all(place.device == "cpu" for place in places)
-        can_use_nccl = not on_cpu and _can_use_nccl(places)
+        can_use_nccl = not on_cpu and nccl_can_connect(places)
         for first in range(0, group.size(), tensor_parallel):
-            if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
+            if not on_cpu and not nccl_can_connect(places[first : first + tensor_parallel]):
                 raise InvalidConfigError(
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
                     "processes: each needs its own GPU, and NCCL"
@@ -193,7 +193,7 @@ class ProcessGroups:
                 torch.cuda.synchronize(device)
 
 
-def _can_use_nccl(places: Sequence[Place]) -> bool:
+def nccl_can_connect(places: Sequence[Place]) -> bool:
     """Return whether NCCL can connect processes: it rejects two on one GPU.
 
     A single process needs no connection.

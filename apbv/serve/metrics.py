@@ -29,10 +29,11 @@ class Metrics:
 
     Attributes:
         model: the model name in requests.
+        registry: of prometheus_client, with all metrics.
     """
 
     def __init__(self, model: str):
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.model = model
         self._gauges = {}
         for name, description in _TABLE["gauges"].items():
@@ -113,7 +114,7 @@ class Metrics:
 
     def total(self, name: str) -> float:
         """Return a counter's value, by its name without the prefix."""
-        value = self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
+        value = self.registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
         assert value is not None, f"there is no counter {name}"
         return value
 
@@ -124,18 +125,18 @@ class Metrics:
             name: the histogram's name without the prefix.
         """
         labels = {"model_name": self.model}
-        total = self._registry.get_sample_value(f"apbv:{name}_sum", labels)
-        count = self._registry.get_sample_value(f"apbv:{name}_count", labels)
+        total = self.registry.get_sample_value(f"apbv:{name}_sum", labels)
+        count = self.registry.get_sample_value(f"apbv:{name}_count", labels)
         if total is None or not count:
             return None
         return total / count
 
     def render(self) -> bytes:
         """Render the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def _new(self, kind: type, name: str, description: str, labels: Sequence[str] = (), **options):
         """Make a metric; one without labels of its own is returned for this model."""
         all_labels = ["model_name", *labels]
-        metric = kind(f"apbv:{name}", description, all_labels, registry=self._registry, **options)
+        metric = kind(f"apbv:{name}", description, all_labels, registry=self.registry, **options)
         return metric if labels else metric.labels(self.model)

@@ -77,6 +77,11 @@ class Batch:
         self._stopped_at = self._began
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
 
+    @property
+    def num_read(self) -> int:
+        """How many lines with an id of their own have been read so far."""
+        return len(self._custom_ids)
+
     def open(self, worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
         """Return the function that answers the requests, for :func:`.server.run_worker`."""
         self._worker = worker

@@ -141,6 +141,18 @@ class Scheduler:
         with self.changed:
             return len(self._running)
 
+    @property
+    def running_jobs(self) -> list[Job]:
+        """The requests that are being prefilled or decoded."""
+        with self.changed:
+            return list(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """How many requests that have been read wait to run."""
+        with self.changed:
+            return len(self._ready)
+
     def admit(self, *jobs: Job) -> None:
         """Give new requests places in the queue, all or none of them.
 

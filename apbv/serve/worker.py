@@ -75,11 +75,16 @@ class Worker:
         self._on_end = on_end
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
     def reason_unavailable(self) -> str | None:
         """Return why no request can be answered; None if they can."""
         if self.failure is not None:
             return "a host has failed"
-        if self._scheduler.is_stopping or not self._thread.is_alive():
+        if self._scheduler.is_stopping or not self.is_running:
             return "the server is stopping"
         if not self._is_busy and time.monotonic() - self._last_step_at > _SILENCE_SECONDS:
             return "a host does not answer"
@@ -147,7 +152,7 @@ class Worker:
         """
         self._scheduler.stop()
         self._thread.join(seconds)
-        if self._thread.is_alive():
+        if self.is_running:
             self._scheduler.cut_short()
         self._thread.join()
 

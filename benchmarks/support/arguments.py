@@ -11,9 +11,8 @@ from typing import Any
 
 from apbv.config import REUSE_MODES
 from apbv.launch.options import PREFILL, OptionParser, add_settings, positive
+from apbv.testing import clips
 from apbv.versions import how_to_install
-
-from . import clips
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
 COUNT = positive(int)

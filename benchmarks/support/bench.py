@@ -9,15 +9,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
+from apbv.testing.random_models import CONFIGS, build_model, text_prompt, video_prompt
+from apbv.testing.simulated import Lap, Network, SimulatedHost, share_weights, simulate
 
 from .arguments import DEFAULT_DTYPES
-from .simulated import Lap, Network, SimulatedHost, share_weights, simulate
-from .workloads import load_model, text_prompt, video_prompt
 
 # Prefills a workload once on these hosts, with this model and these settings; returns times, and
 # what really ran.
@@ -52,6 +53,13 @@ class Case:
     label: str
     config: PrefillConfig
     hosts: int = 1
+
+
+def load_model(name: str, dtype: torch.dtype, hosts: HostGroup) -> PreTrainedModel:
+    """Build one of :data:`CONFIGS` with random weights, or load the demo or a checkpoint."""
+    if name in CONFIGS:
+        return build_model(CONFIGS[name], dtype, hosts.device)
+    return Engine.from_pretrained(name, hosts=hosts, dtype=dtype).model
 
 
 class Bench:
@@ -126,7 +134,7 @@ class Bench:
 
         Args:
             job: what :meth:`prepare` returned.
-            paces: see :func:`support.simulated.simulate`.
+            paces: see :func:`apbv.testing.simulated.simulate`.
         """
         self._bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
         figures = self._run(case, job, paces)

@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from transformers import PreTrainedTokenizerBase
 
-from . import clips
+from apbv.testing import clips
+
 from .exams import Exam
 from .ruler.words import NOUNS
 

@@ -17,8 +17,7 @@ from apbv.input.rendering import RenderedPrompt
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES
 from apbv.speculate.strategies import draft_tree
-
-from . import clips
+from apbv.testing import clips
 
 # What a draft is asked about images for a caption, and the longest answer.
 _IMAGE_QUESTION = "Describe the image."

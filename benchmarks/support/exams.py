@@ -49,9 +49,8 @@ from apbv.prefilling.reuse import stored_rows
 from apbv.speculate import Autoregressive
 from apbv.speculate.decode_loops import SequentialSpeculation
 from apbv.stats import StageTimer
-
-from . import clips
-from .simulated import share_weights, simulate
+from apbv.testing import clips
+from apbv.testing.simulated import share_weights, simulate
 
 T = TypeVar("T")
 # Answers to them are right or wrong as a whole; of a description the right tokens count.
@@ -66,7 +65,7 @@ class Exam:
         grid: visual tokens per side of a frame.
         num_shots: length of the clips.
         folder: where the clips' files are kept.
-        tasks: names of :data:`support.clips.TASKS`.
+        tasks: names of :data:`apbv.testing.clips.TASKS`.
         split: the split from which the clips come.
     """
 

@@ -43,10 +43,13 @@ class AnswersPairs:
     """The scores of all keys for a right answer: its tokens' attention, in every layer and block.
 
     They come from a prefill of the prompt with the answer behind it, which its tokens rank for.
+
+    Attributes:
+        scores: by layer and block, ``[1, KV heads, tokens of the block]``.
     """
 
     def __init__(self):
-        self._scores: dict[tuple[int, int], Tensor] = {}
+        self.scores: dict[tuple[int, int], Tensor] = {}
 
     def _ranked_by(self, num_answer: int | None) -> type[ApbvMethod]:
         """Return a method that passes on the pairs with the highest scores.
@@ -55,7 +58,7 @@ class AnswersPairs:
             num_answer: tokens of the answer at the prompt's end, whose attention becomes the
                 scores; None: the scores are known.
         """
-        scores = self._scores
+        scores = self.scores
 
         class ByTheAnswer(ApbvMethod):
             def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:

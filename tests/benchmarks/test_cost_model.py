@@ -40,7 +40,7 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
-# The small model of benchmarks/support/workloads.py.
+# The small model of apbv/testing/models.toml.
 SMALL = Shape(
     layers=4,
     hidden=512,

@@ -3,11 +3,12 @@
 import pytest
 import roofline
 
+from apbv.testing.random_models import CONFIGS, config_of
+
 from apbv_tests.documents import require_table
 from apbv_tests.scripts import ROOT
 from support.records import markdown_table, read_records, table
 from support.summaries import grouped
-from support.workloads import CONFIGS, config_of
 
 RECORDS = ROOT / "docs" / "records" / "h200.jsonl"
 PREFILLS = ("full", "zigzag_ring", "apbv")

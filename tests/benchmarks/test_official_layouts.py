@@ -13,9 +13,9 @@ import videomme
 import vnbench
 
 from apbv.input.video import probe, read_frames, sample_uniform
+from apbv.testing import clips
 
 from apbv_tests.asked import OPEN, SRT, answered, run_in
-from support import clips
 from support.evaluation.scoring import ALL, Score, score
 
 

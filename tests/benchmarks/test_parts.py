@@ -24,14 +24,8 @@ from apbv.input.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.speculate.strategies import require_consistent
-
-from apbv_tests.patience import HANGING, wait_for
-from apbv_tests.scripts import BENCHMARKS, assert_one_line_error
-from support import clips
-from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
-from support.simulated import simulate
-from support.summaries import mean_cell, student_t
-from support.workloads import (
+from apbv.testing import clips
+from apbv.testing.random_models import (
     CONFIGS,
     build_model,
     config_like,
@@ -39,6 +33,12 @@ from support.workloads import (
     text_prompt,
     video_prompt,
 )
+from apbv.testing.simulated import simulate
+
+from apbv_tests.patience import HANGING, wait_for
+from apbv_tests.scripts import BENCHMARKS, assert_one_line_error
+from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
+from support.summaries import mean_cell, student_t
 
 # ---- what is wrong ----
 

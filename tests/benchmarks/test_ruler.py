@@ -15,6 +15,8 @@ from transformers import AttentionInterface, AutoTokenizer
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, demo
 from apbv.model.parts import inspect_model
+from apbv.testing.random_models import config_of
+from apbv.testing.simulated import share_weights, simulate
 
 from apbv_tests import families
 from apbv_tests.documents import blocks_in, commands_in, read_command, require_table
@@ -24,9 +26,7 @@ from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
 from support.records import fields_of, markdown_table, read_records
 from support.ruler import TASKS, make_task
 from support.ruler.tables import difference_table, kl_table
-from support.simulated import share_weights, simulate
 from support.summaries import grouped
-from support.workloads import config_of
 
 ACCURACY = ROOT / "docs" / "accuracy.md"
 
@@ -426,7 +426,7 @@ def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
             (q[:, :, -len(answer) :] @ keys.transpose(2, 3) * scale).softmax(dim=-1).amax(dim=2)
         )
         expected = weights.unflatten(1, (k.shape[1], -1)).amax(dim=2)
-        torch.testing.assert_close(pairs._scores[0, block], expected)
+        torch.testing.assert_close(pairs.scores[0, block], expected)
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):

@@ -4,16 +4,12 @@ with APB-V."""
 import re
 
 import pytest
-import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import load_video
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
-
-from support import clips
-from support.drafting import scale_model
-from support.exams import Candidate, Exam, Way, sit
+from apbv.testing import clips
 
 
 def load(path):
@@ -45,27 +41,6 @@ def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
 @pytest.fixture(scope="module")
 def processor():
     return AutoProcessor.from_pretrained(demo.model_path())
-
-
-def score_job(hosts: HostGroup, exam: Exam, num_clips: int) -> list[dict]:
-    processor = AutoProcessor.from_pretrained(demo.model_path())
-    candidate = Candidate(load(demo.model_path()), processor, hosts)
-    return [
-        sit(candidate, exam, seed, {"apbv": Way(PrefillConfig())})[0]["right"]
-        for seed in range(num_clips)
-    ]
-
-
-@pytest.mark.thorough
-def test_held_out_clips_are_answered_right(pool, tmp_path):
-    exam = Exam(grid=6, num_shots=16, folder=tmp_path, tasks=clips.TASKS, split="validation")
-    found, others = pool.run(2, score_job, exam, 6)
-    assert found == others
-    for task in clips.TASKS:
-        right, total = (
-            sum(numbers) for numbers in zip(*(counts[task] for counts in found), strict=True)
-        )
-        assert right >= 0.85 * total, (task, right, total)
 
 
 def inputs_of(processor, question: str, answer: str, frames, metadata):
@@ -104,14 +79,3 @@ def test_the_checkpoints_are_genuine_and_small_and_list_no_foreign_path(target):
         "generation_config.json",
     ):
         assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
-
-
-def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
-    scaled = scale_model(target, 3)
-    assert (
-        scaled.config.text_config.num_hidden_layers
-        == 3 * target.config.text_config.num_hidden_layers
-    )
-    ids = processor.tokenizer("name the letters in order", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(scaled(ids).logits, target(ids).logits)

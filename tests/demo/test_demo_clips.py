@@ -6,9 +6,10 @@ import runpy
 import numpy as np
 import pytest
 
+from apbv.testing import clips
+
 from apbv_tests.scripts import BENCHMARKS
 from apbv_tests.video_files import decode_all
-from support import clips
 
 
 def test_splits_share_no_scene_no_needle_and_no_placement():

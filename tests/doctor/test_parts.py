@@ -11,6 +11,7 @@ from apbv.doctor import hosts as answers
 from apbv.doctor import kernels as checked
 from apbv.doctor import machine
 from apbv.doctor.examination import WIDTH, Check, CheckFailed, CheckSkipped, Examination, carry_out
+from apbv.hosts import HostLinks
 from apbv.kernels import library_attention
 
 from apbv_tests.pairs import each_choice
@@ -141,18 +142,11 @@ def test_secrets_stay_out_of_the_report(monkeypatch):
     assert "hush" not in f"{detail} {figures}"
 
 
-class FourHosts:
+class FourHosts(HostGroup):
     """A group of hosts on which a check finds, one after the other, what it is told."""
 
-    size = 4
-    device = CPU
-    is_broken = False
-    name_of = HostGroup.name_of
-    on_device = HostGroup.on_device
-    working = HostGroup.working
-    _numbers = None
-    _watch = ALONE._watch
-    tensor_parallel_size = 1
+    def __init__(self):
+        super().__init__(device=CPU, timeout=0.0, links=HostLinks(0, 4))
 
     def subgroup(self, hosts):
         return self

@@ -14,15 +14,15 @@ import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
-from apbv.hosts import Pending
+from apbv.hosts import HostLinks, Pending
 from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.parts import inspect_model
+from apbv.testing.random_models import build_model, config_like, text_prompt
 
 from apbv_tests.answers import answer_by, decoder_behind
 from apbv_tests.documents import require_table
 from apbv_tests.pretend_gpu import Events, Machine, rehearsal, to_gpu
 from apbv_tests.scripts import ROOT
-from support.workloads import build_model, config_like, text_prompt
 
 TOKENS = 131_072
 QUESTION = 40
@@ -67,10 +67,8 @@ class Echo:
 
 def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
     """One of several hosts, of which the others are not there."""
-    hosts = HostGroup.single("cuda:0")
-    hosts._take_place(rank, size)
-    hosts._data = hosts._control = Echo(gpu, size)
-    return hosts
+    links = HostLinks(rank, size, collectives=Echo(gpu, size))
+    return HostGroup(device=torch.device("cuda:0"), timeout=0.0, links=links)
 
 
 @cache

@@ -8,13 +8,13 @@ import torch
 from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.layout import ContextLayout
 from apbv.model.parts import inspect_model
+from apbv.testing.random_models import text_prompt
+from apbv.testing.simulated import Network, simulate
 
 from apbv_tests import families
 from apbv_tests.engines import QUESTION
 from apbv_tests.pretend_gpu import Events, assert_same_order, rehearsal, to_gpu
 from apbv_tests.rehearsals import Case, on_gpus
-from support.simulated import Network, simulate
-from support.workloads import text_prompt
 
 HOSTS = 2
 PASSING = 4

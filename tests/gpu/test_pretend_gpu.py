@@ -142,7 +142,7 @@ def exchange_job(hosts, plant: str) -> tuple[str, list]:
                 plant == "read"
             ):  # the buffer that is received, as code would have it that does not wait
                 received = next(
-                    transfer.keeps for transfer in gpu.transfers._under_way if transfer.receives
+                    transfer.keeps for transfer in gpu.transfers.under_way if transfer.receives
                 )
                 GpuTensor(received, torch.cuda.current_device(), gpu).sum()
             for exchange in exchanges:

@@ -93,7 +93,7 @@ def test_answers_in_a_batch_by_recorded_steps_are_those_of_the_cpu(strategy):
 def shared_job(hosts: HostGroup, **prefill) -> tuple[list[list[int]], list[list[int]]]:
     """On CPUs, and on one GPU that all hosts share."""
     on_cpu = answers(hosts, prefill=PrefillConfig(**prefill))
-    sharing = HostGroup.from_process_group(hosts._groups.data, "cuda:0", GROUP_TIMEOUT)
+    sharing = HostGroup.from_process_group(hosts.process_group, "cuda:0", GROUP_TIMEOUT)
     return on_cpu, answers(sharing, prefill=PrefillConfig(**prefill))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from apbv import HostGroup
 from apbv.hosts.devices import choose_device, device_identity, sharing
-from apbv.hosts.process_groups import Place, _can_use_nccl
+from apbv.hosts.process_groups import Place, nccl_can_connect
 
 
 @pytest.fixture
@@ -58,14 +58,16 @@ def test_when_nccl_connects_processes():
     first = Place("a 0", True)
     second = Place("a 1", True)
     other = Place("b 0", True)
-    assert _can_use_nccl([first, second, other])
-    assert not _can_use_nccl([first, first]) and not _can_use_nccl([first, Place("a 1", False)])
+    assert nccl_can_connect([first, second, other])
+    assert not nccl_can_connect([first, first]) and not nccl_can_connect(
+        [first, Place("a 1", False)]
+    )
 
 
 def own_device_job(hosts: HostGroup) -> str:
     """Host 1 wants what there is not."""
     try:
-        HostGroup.from_process_group(hosts._groups.data, "cuda:9" if hosts.rank == 1 else "cpu")
+        HostGroup.from_process_group(hosts.process_group, "cuda:9" if hosts.rank == 1 else "cpu")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

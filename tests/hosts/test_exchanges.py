@@ -158,12 +158,16 @@ def held_tensors_job(hosts: HostGroup):
     for it."""
     held = []
     naps = []
-    exchange = Collectives._exchange
 
-    def holding(self, sent, received, begin, result):
-        return exchange(
-            self, sent, received, lambda *parts: held.extend(parts) or begin(*parts), result
-        )
+    class HoldingCollectives(Collectives):
+        """Holds what it sends and receives."""
+
+        def _exchange(self, sent, received, begin, result):
+            def begin_and_hold(*tensors):
+                held.extend(tensors)
+                return begin(*tensors)
+
+            return super()._exchange(sent, received, begin_and_hold, result)
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
@@ -171,10 +175,10 @@ def held_tensors_job(hosts: HostGroup):
             held.clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collectives, "_exchange", holding)
-        hosts.barrier()
+        control = HoldingCollectives(hosts.groups.control, hosts.watch)
+        control.all_gather(torch.zeros(1)).wait()
         patch.setattr(collectives.time, "sleep", nap)
-        hosts._control.drain()
+        control.drain()
     assert len(naps) >= 3
 
 

@@ -47,7 +47,7 @@ class GroupsOnGpu(ProcessGroups):
 def on_gpu(hosts: HostGroup) -> tuple[HostGroup, Gpu]:
     """The same hosts, whose data is exchanged by GPUs."""
     gpu = Gpu()
-    groups = hosts._groups
+    groups = hosts.groups
     groups = GroupsOnGpu(groups.data, groups.control, gpu=gpu)
     return HostGroup(groups, device=hosts.device, timeout=hosts.timeout), gpu
 
@@ -58,7 +58,7 @@ def prefill(hosts: HostGroup, gpu: Gpu, how: str, error: Exception | None = None
         if error is not None:
             raise error
         if how == "asks":
-            return hosts._watch.wait_for_gpu(gpu)
+            return hosts.watch.wait_for_gpu(gpu)
         gpu.synchronize()  # as .item() does
         raise IndexError("no such token")
 

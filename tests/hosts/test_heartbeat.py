@@ -8,7 +8,6 @@ it goes on.
 import multiprocessing as mp
 import os
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -38,11 +37,16 @@ def clock(monkeypatch):
     return clock
 
 
+class ManualHeartbeat(Heartbeat):
+    """A heart that beats only when a test says so."""
+
+    def start(self) -> None:
+        pass
+
+
 def a_heart(store: dist.Store) -> Heartbeat:
-    """The heart of host 1, which beats only when a test says so."""
-    heart = Heartbeat(store, "host 1", TIMEOUT, 40.0)
-    heart._thread = threading.current_thread()
-    return heart
+    """The heart of host 1."""
+    return ManualHeartbeat(store, "host 1", TIMEOUT, 40.0)
 
 
 def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
@@ -137,7 +141,7 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(monkeypatc
     told = f"another host ended, or did not answer in time (seen by host 0): {error}"
     assert outcome == (f"HostError: {told}" if error else "nothing raised")
     other = FailureWatch("host 1", TIMEOUT, store, a_heart(store))
-    posted = other._read_failure()
+    posted = other.read_failure()
     assert (posted and str(posted)) == (told if error else None), "the others are told"
 
 
@@ -146,15 +150,15 @@ def groups_job(hosts: HostGroup):
     counts."""
     own = hosts.subgroup([hosts.rank])
     pair = hosts.subgroup([0, 1], 7.0, waits_for_work=False)
-    assert own._watch.heartbeat is hosts._watch.heartbeat
+    assert own.watch.heartbeat is hosts.watch.heartbeat
     if pair is not None:
-        assert (pair.timeout, pair._watch._waits_for_work, hosts._watch._waits_for_work) == (
+        assert (pair.timeout, pair.watch.waits_for_work, hosts.watch.waits_for_work) == (
             7.0,
             False,
             True,
         )
-        assert pair._watch.heartbeat is hosts._watch.heartbeat
-    assert hosts._watch.heartbeat._longest == WORK_LIMIT * hosts.timeout
+        assert pair.watch.heartbeat is hosts.watch.heartbeat
+    assert hosts.watch.heartbeat.longest == WORK_LIMIT * hosts.timeout
 
 
 def test_groups_of_a_host_share_its_heart(pool):

@@ -10,11 +10,11 @@ from apbv import HostError, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.hosts import Moment
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
+from apbv.testing.simulated import Lap, Network, share_weights, simulate
 
 from apbv_tests import families
 from apbv_tests.one_stream import Gpu
 from apbv_tests.pairs import each_choice, pairwise
-from support.simulated import Lap, Network, share_weights, simulate
 
 
 def prefill_job(hosts: HostGroup, models, settings: dict):

@@ -14,7 +14,7 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.hosts import in_thread
-from apbv.hosts.collectives import StagedCollectives, _wait_in_thread
+from apbv.hosts.collectives import StagedCollectives, wait_in_thread
 
 from apbv_tests import families
 from apbv_tests.engines import QUESTION
@@ -69,28 +69,24 @@ def test_a_failure_reaches_those_who_wait(tmp_path):
 
 def test_an_exchange_begins_when_the_one_before_has_ended():
     """Else their order would be that of threads, and another on every host."""
-    happened, may_end = [], threading.Event()
+    happened = []
+    may_end = threading.Event()
 
-    def work(number: int) -> SimpleNamespace:
+    def broadcast(tensors: list[torch.Tensor], options) -> SimpleNamespace:
+        number = int(tensors[0][0])
+        happened.append(("began", number))
+
         def wait(limit=None) -> None:
             assert may_end.wait(HANGING)
             happened.append(("ended", number))
 
         return SimpleNamespace(wait=wait, is_completed=may_end.is_set)
 
-    def begin(number: int, sent, received) -> SimpleNamespace:
-        happened.append(("began", number))
-        return work(number)
-
     watch = SimpleNamespace(
         is_broken=False, require_whole=lambda: None, wait=lambda call: call.wait()
     )
-    collectives = StagedCollectives(None, watch)
-    data = torch.zeros(3)
-    exchanges = [
-        collectives._exchange(data, data, partial(begin, number), lambda: None)
-        for number in range(3)
-    ]
+    collectives = StagedCollectives(SimpleNamespace(broadcast=broadcast), watch)
+    exchanges = [collectives.broadcast(torch.full((3,), number), 0) for number in range(3)]
     time.sleep(0.1)  # in which the others could begin
     may_end.set()
     for exchange in exchanges:
@@ -110,7 +106,7 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
         SimpleNamespace(wait=wait, is_completed=lambda: True),
         SimpleNamespace(is_broken=False),
     )
-    assert in_thread(partial(_wait_in_thread, work, watch)).exception() is error
+    assert in_thread(partial(wait_in_thread, work, watch)).exception() is error
 
 
 LEAVING = """

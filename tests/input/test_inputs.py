@@ -9,6 +9,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
+from apbv.hosts import HostLinks
 from apbv.input.pixels import SourcePixels, preprocess_frames
 from apbv.input.prompt_reader import PromptReader
 from apbv.input.request import Question
@@ -39,12 +40,9 @@ def read_video(
 QUESTION = "What happens?"
 
 
-class OneOf(HostGroup):
+def one_of(rank: int, size: int) -> HostGroup:
     """Host ``rank`` of ``size`` for work that needs no exchange."""
-
-    def __init__(self, rank: int, size: int):
-        super().__init__(device=torch.device("cpu"), timeout=0.0, owns_group=False)
-        self._take_place(rank, size)
+    return HostGroup(device=torch.device("cpu"), timeout=0.0, links=HostLinks(rank, size))
 
 
 def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> None:
@@ -86,7 +84,7 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
 
     pieces = []
     for rank in range(num_hosts):
-        hosts = OneOf(rank, num_hosts)
+        hosts = one_of(rank, num_hosts)
         inputs, pixels = read_video(parts, processor, QUESTION, info, picked, hosts)
         pieces.append(inputs.with_pixels(pixels))
 
@@ -211,7 +209,7 @@ def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
         lambda video, frames, *rest: decoded.append(frames) or iter_frames(video, frames, *rest),
     )
     for rank in range(3):
-        inputs, pixels = read_video(parts, processor, QUESTION, info, range(20), OneOf(rank, 3))
+        inputs, pixels = read_video(parts, processor, QUESTION, info, range(20), one_of(rank, 3))
         assert list(pixels.chunks(inputs.visual.chunks(rank, 2**30)))
     assert [len(frames) for frames in decoded] == [8, 6, 6]  # 10 temporal patches: 4, 3, 3
     assert np.concatenate(decoded).tolist() == list(range(20))

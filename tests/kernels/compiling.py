@@ -91,7 +91,7 @@ def compile_launches(
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched[kernel.hash] = self.__name__, kernel
 
-    for plan in (triton_attention._plan_verification, triton_attention._plan_segments):
+    for plan in (triton_attention.plan_verification, triton_attention.plan_segments):
         plan.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
     gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability]), "any"

@@ -214,7 +214,7 @@ def test_the_flash_attention_of_a_gpu(monkeypatch, major, function, name, versio
         )
         monkeypatch.setitem(sys.modules, each, module)
     monkeypatch.setattr(libraries, "capability", lambda device: (major, 0))
-    for cached in (libraries._flash_attention, libraries.flash_version):
+    for cached in (libraries.flash_attention, libraries.flash_version):
         monkeypatch.setattr(libraries, cached.__name__, cache(cached.__wrapped__))
     assert libraries.flash_version(major) == version
     reason = libraries.probe(libraries.ATTEND["flash_attn"], CPU, torch.bfloat16, 64, 4)

@@ -34,7 +34,7 @@ def library(monkeypatch):
         def recorded(q, k, v, scale, causal):
             call = (q.shape[2], k.shape[2], causal)
             assert k.shape[2] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-            if call not in libraries._FEWER_QUERIES:  # on which it is tried
+            if call not in libraries.FEWER_QUERIES:  # on which it is tried
                 calls.append(call)
             return attend(q, k, v, scale, causal)
 
@@ -91,9 +91,10 @@ def test_calls_of_a_library(library, function, keys, group, alone, expected):
 def test_what_is_in_one_piece_or_has_few_queries_is_not_copied(monkeypatch, library):
     """A single token, or a window of drafted ones, reads K and V once for all heads of a group."""
     calls = library(by_definition)
+    # Copying would call it.
     monkeypatch.setattr(torch_attention, "_joined", None)
     attend(111, [300])
     assert calls == [(111, 300, True)]
     calls.clear()
-    attend(torch_attention._FEW_QUERIES, [300])
+    attend(torch_attention.FEW_QUERIES, [300])
     assert len(calls) == 2 and not calls[0][2]

@@ -11,6 +11,7 @@ from apbv.kv.offers import Offers
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
+from apbv.testing.simulated import simulate
 
 from apbv_tests.fresh_hosts import described
 from apbv_tests.offered import (
@@ -25,7 +26,6 @@ from apbv_tests.offered import (
     offer,
 )
 from apbv_tests.patience import HANGING, wait_for
-from support.simulated import simulate
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

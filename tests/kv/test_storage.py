@@ -339,7 +339,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(tmp_path):
 
 def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> list[int]:
     """Hosts of two processes save, or load what others have saved."""
-    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60.0, tensor_parallel=2)
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60.0, tensor_parallel=2)
     engine = engine_on(hosts, kv=kv, passing_len=8)
     if writes:
         state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)

@@ -61,7 +61,7 @@ def saved(checkpoints, tmp_path_factory):
 
 
 def tokens_job(processes: HostGroup, family: str, size: int, path: str, settings: dict) -> tuple:
-    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=size)
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60, tensor_parallel=size)
     engine = Engine.from_pretrained(path, hosts=hosts, **settings)
     config = PrefillConfig(passing_len=10_000, anchor_len=8, query_len=8)
     state = apbv.prefill(engine.model, BATCHES[family], hosts=hosts, config=config)

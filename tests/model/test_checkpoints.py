@@ -100,7 +100,7 @@ def test_what_a_checkpoint_lacks_is_named(changed):
 
 
 def loaded_job(processes: HostGroup, size: int, path: str, settings: dict) -> str | None:
-    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=size)
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60, tensor_parallel=size)
     return described(lambda: Engine.from_pretrained(path, hosts=hosts, **settings))
 
 
@@ -138,7 +138,7 @@ def test_tied_and_older_checkpoints_load(changed, tmp_path):
 
 def mixed_job(processes: HostGroup, size: int, weight: str) -> str | None:
     """Host 1 has another number in one of its weights."""
-    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=size)
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60, tensor_parallel=size)
     path = apbv.demo.model_path()
     model = (
         Engine.from_pretrained(path, hosts=hosts).model

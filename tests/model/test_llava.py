@@ -52,7 +52,7 @@ def save(family: str, name: str, path: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tf.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-        families._randomise(model)
+        families.randomise(model)
     model.generation_config.eos_token_id = config.get_text_config().eos_token_id
     model.save_pretrained(path)
     processor = families.build_processor(family)

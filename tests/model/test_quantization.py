@@ -325,7 +325,7 @@ def test_a_quantized_checkpoint_that_lacks_something_is_refused(quantized, tmp_p
 
 def refused_job(processes: HostGroup, path: str, tensor_parallel: int, **settings) -> str:
     hosts = HostGroup.from_process_group(
-        processes._groups.data, "cpu", 60, tensor_parallel=tensor_parallel
+        processes.process_group, "cpu", 60, tensor_parallel=tensor_parallel
     )
     return described(lambda: Engine.from_pretrained(path, hosts=hosts, **settings))
 

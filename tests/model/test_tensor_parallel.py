@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 def joined(processes: HostGroup, size: int) -> HostGroup:
     """The processes of a group with so many of them to a host."""
     return HostGroup.from_process_group(
-        processes._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=size
+        processes.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=size
     )
 
 

@@ -35,11 +35,11 @@ def by_definition(name, q_query, k_block):
 
 
 @pytest.mark.parametrize(
-    "most_scores", [torch_importance._MAX_SCORES, 100], ids=["at once", "in chunks"]
+    "most_scores", [torch_importance.MAX_SCORES, 100], ids=["at once", "in chunks"]
 )
 @pytest.mark.parametrize("name", IMPORTANCE_NAMES)
 def test_equals_its_definition(monkeypatch, name, most_scores):
-    monkeypatch.setattr(torch_importance, "_MAX_SCORES", most_scores)
+    monkeypatch.setattr(torch_importance, "MAX_SCORES", most_scores)
     for length, group, queries, dtype, tolerance in (
         (1, 1, 1, torch.float64, 1e-6),
         (129, 2, 3, torch.float64, 1e-6),

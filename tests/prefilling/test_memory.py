@@ -32,11 +32,11 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
 from apbv.prefilling.memory import HostMemory, host_memory
 from apbv.prefilling.methods import METHODS
+from apbv.testing.simulated import SimulatedHost, share_weights, simulate
 
 from apbv_tests import families
 from apbv_tests.pairs import each_choice, pairwise
 from apbv_tests.prompts import text_batch, video_batch
-from support.simulated import SimulatedHost, share_weights, simulate
 
 
 def _tensors(tree) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.prefilling.methods import METHODS
+from apbv.testing.simulated import share_weights, simulate
 
 from apbv_tests import families
 from apbv_tests.families import TEXT_FAMILIES
@@ -26,7 +27,6 @@ from apbv_tests.prompts import (
     text_batch,
     video_batch,
 )
-from support.simulated import share_weights, simulate
 
 TEXT_CONTEXT = 90  # tokens before the question of a text prompt
 

@@ -293,9 +293,9 @@ def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
 
 
 def test_a_schema_that_cannot_be_checked_now_may_be_sent_again(app, monkeypatch):
-    checks = app.engine.grammars._checks
+    checks = app.engine.grammars.checks
     monkeypatch.setattr(
-        checks, "_lanes", [replace(checks._lanes[0], places=Semaphore(0), max_wait=0.0)]
+        checks, "lanes", [replace(checks.lanes[0], places=Semaphore(0), max_wait=0.0)]
     )
     form = {
         "type": "json_schema",

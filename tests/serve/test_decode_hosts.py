@@ -184,6 +184,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         wanted = [0]
         if app is None:
             return joined
+        # All decode hosts but one seem to be full.
         patch.setattr(app.scheduler, "_used", lambda decode_host: decode_host != wanted[0])
         with closing(app):
             for wanted[0] in range(hosts.size):
@@ -200,7 +201,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
                 ).json()
                 answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
                 found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
-            wait_for(lambda: not app.scheduler._running)
+            wait_for(lambda: app.scheduler.num_running == 0)
             wanted[0] = 1
             told = []
             add_tokens = JobOutput.add_tokens
@@ -211,7 +212,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
 
             patch.setattr(JobOutput, "add_tokens", watch)
             app.loop.run_until_complete(asyncio.wait_for(leave(app), HANGING))
-            wait_for(lambda: not app.scheduler._running)
+            wait_for(lambda: app.scheduler.num_running == 0)
             return joined, expected, found, told
 
 
@@ -220,7 +221,7 @@ async def leave(app: InProcess) -> None:
     request = asyncio.create_task(
         app.client.post(CHAT, content=asking(max_tokens=LONG, ignore_eos=True))
     )
-    while not any(job.record.completion_tokens > 3 for job in app.scheduler._running):
+    while not any(job.record.completion_tokens > 3 for job in app.scheduler.running_jobs):
         await asyncio.sleep(0.01)
     request.cancel()
 
@@ -263,16 +264,16 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
         app = app_or_follower(engine, split_tokens=2**20)
         if app is None:
             return begun
-        ready = app.scheduler._ready
         first = app.scheduler._first
 
         async def ask() -> list:
+            # No request begins before all wait.
             patch.setattr(app.scheduler, "_first", lambda is_short: None)
             asked = []
             for url in (damaged, *[data_url(demo.video_path())] * 3):
                 body = asking_for(ASKED[0][0], url=url)
                 asked.append(asyncio.create_task(app.client.post(CHAT, json=body, timeout=None)))
-                while len(ready) < len(asked):
+                while app.scheduler.num_ready < len(asked):
                     await asyncio.sleep(0.01)
             patch.setattr(app.scheduler, "_first", first)
             refused, *replies = [reply.json() for reply in await asyncio.gather(*asked)]
@@ -473,7 +474,7 @@ def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
             return follow_server(engine, FOLDER)
     with closing(InProcess(model=engine, hands_over=True)) as app:
         reply = app.request("POST", CHAT, content=asking(), timeout=None)
-        wait_for(lambda: not app.scheduler._running)
+        wait_for(lambda: app.scheduler.num_running == 0)
         return reply.status_code, reply.json()["error"]["message"]
 
 

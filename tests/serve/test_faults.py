@@ -98,6 +98,7 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
 
     def watch(decoding, output, order, begun):
         kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
+        # The client leaves at this very moment, where it is to.
         output._job.is_cancelled = fails == LEAVES
         add(decoding, output, order, begun)
 
@@ -256,10 +257,9 @@ def test_a_server_that_stops_gives_offers_up_after_its_grace(media):
     with closing(InProcess(media_dir=media, hands_over=True)) as app:
         assert ask(app, kv_transfer_params=HAND_OVER).status_code == 200  # which nobody fetches
         app.scheduler.stop()
-        assert app.worker._thread.is_alive() and app.request("GET", "/health").status_code == 503
+        assert app.worker.is_running and app.request("GET", "/health").status_code == 503
         threading.Thread(target=app.worker.finish, args=(0.0,)).start()
-        app.worker._thread.join(HANGING)
-        assert not app.worker._thread.is_alive()
+        wait_for(lambda: not app.worker.is_running)
 
 
 def test_of_two_servers_that_want_one_port_the_second_says_so():

@@ -55,7 +55,7 @@ def metrics() -> Metrics:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return metrics._registry.get_sample_value(
+    return metrics.registry.get_sample_value(
         f"apbv:{name}", {"model_name": metrics.model, **labels}
     )
 

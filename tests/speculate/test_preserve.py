@@ -16,11 +16,11 @@ from apbv.prefilling.reduction.frames import frame_shape
 from apbv.speculate import builders, score_observers
 from apbv.speculate.hippo import local_semantics, standardised
 from apbv.speculate.strategies import make_observer
+from apbv.testing.simulated import simulate
 
 from apbv_tests import families
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
-from support.simulated import simulate
 
 DOUBLE = torch.float64
 

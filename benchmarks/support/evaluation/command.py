@@ -28,12 +28,12 @@ from apbv.launch.options import (
     load_function,
     prepare_process,
 )
+from apbv.testing.simulated import share_weights
 
 from .. import records
 from ..arguments import add_options
 from ..exams import run_on
 from ..records import read_records
-from ..simulated import share_weights
 from .answers import choose_option, judged
 from .samples import (
     LETTERED,

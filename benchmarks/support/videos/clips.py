@@ -16,7 +16,7 @@ from av.video.frame import PictureType
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from ..clips import write_mp4
+from apbv.testing.clips import write_mp4
 
 _GRAINS = 16  # different fields of film grain
 

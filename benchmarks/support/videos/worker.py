@@ -38,9 +38,9 @@ from apbv.prefilling.methods import METHODS
 from apbv.prefilling.placeholder_exchange import encode_and_exchange
 from apbv.prefilling.prefiller import Prefiller
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory
+from apbv.testing.random_models import build_model, config_like
 
 from ..processes import end_children_with_this, pin_host, synchronize
-from ..workloads import build_model, config_like
 from .clips import READERS
 
 STAGES = ("frames", "embeddings", "first_token")

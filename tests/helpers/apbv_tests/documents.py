@@ -4,7 +4,8 @@ A code block's info string says how it is tested. Behind the language stands one
 
 ``quickstart``  ``.ci/run`` and tests/test_readme.py run the commands as they stand
 ``run``         the commands, or the script, are run; a block ``output`` behind it is what they
-print to stdout ``ask``         clips are rendered, and asked about, as the commands say
+                print to stdout
+``ask``         clips are rendered, and asked about, as the commands say
 ``parse``       the scripts parse the options, for what needs GPUs, several machines or hours
 ``install``     the extra that pip installs exists
 ``serve``       a server is started as the first line says, and asked as the rest says
@@ -12,7 +13,8 @@ print to stdout ``ask``         clips are rendered, and asked about, as the comm
 ``compile``     the script is compiled, for what needs vLLM
 ``vllm``        the connector that the command names exists
 ``deploy``      the files that the commands name exist, for programs that are not part of the
-project ``output``      what the block before prints
+                project
+``output``      what the block before prints
 ``layout``      a drawing, or the form of something
 """
 
@@ -24,8 +26,9 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
+from apbv.testing.clips import DEMO_CLIP, make_clip, questions
+
 from apbv_tests.scripts import ROOT
-from support.clips import DEMO_CLIP, make_clip, questions
 
 README = ROOT / "README.md"
 PAGES = (
@@ -107,6 +110,14 @@ def require_table(page: Path, table: str) -> None:
         page.write_text(text[:place] + table + text[place + len(shown) :], encoding="utf-8")
     else:
         assert shown == table, f"APBV_WRITE_TABLES=1 writes another table to {page}:\n{table}"
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table of texts, whose columns are aligned at the left."""
+    lines = []
+    for row in (header, ["---"] * len(header), *rows):
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def prose(text: str) -> str:

@@ -70,7 +70,7 @@ KV_HEADS = 2
 HEAD_DIM = 16
 MEL_BINS = 16  # of sound; a window of 40 mel frames is 0.4 s, and makes 10 tokens
 _DATA = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-_OWN = {name: data for data in _DATA["family"] for name in data["names"]}
+FAMILY_DATA = {name: data for data in _DATA["family"] for name in data["names"]}
 
 
 def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
@@ -84,7 +84,7 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     backend.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)]
     )
-    own = _OWN.get(family, {})
+    own = FAMILY_DATA.get(family, {})
     named = {"extra_special_tokens": own["named"]} if "named" in own else {}
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -97,13 +97,13 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _special_tokens(family: str) -> tuple[str, ...]:
-    return (*SPECIAL_TOKENS, *_OWN.get(family, {}).get("own", []))
+    return (*SPECIAL_TOKENS, *FAMILY_DATA.get(family, {}).get("own", []))
 
 
 def _chat_template(family: str) -> str:
     """ChatML turns; content is a string or a list of text, image, video and audio parts."""
     placeholders = [
-        text.replace("\n", "\\n") for text in _OWN.get(family, {}).get("placeholders", [])
+        text.replace("\n", "\\n") for text in FAMILY_DATA.get(family, {}).get("placeholders", [])
     ]
     image, video, audio, *_ = (*placeholders, "", "", "")
     return (
@@ -127,7 +127,7 @@ def build_processor(family: str):
     tokenizer = build_tokenizer(family)
     if family in TEXT_FAMILIES:
         return tokenizer
-    own = deepcopy(_OWN[family])  # tests change a processor's sizes
+    own = deepcopy(FAMILY_DATA[family])  # tests change a processor's sizes
     classes = own["processor"]
     parts = {
         "tokenizer": tokenizer,
@@ -163,7 +163,7 @@ def build_config(
     ``decoder`` is the family of the text part, of a vision-language family that may have any; None:
     the one that ``families.toml`` names.
     """
-    decoder = decoder or _OWN.get(family, {}).get("decoder", "qwen2")
+    decoder = decoder or FAMILY_DATA.get(family, {}).get("decoder", "qwen2")
     layers = layers or (4 if family in HYBRID_FAMILIES else 3)
     tokenizer = build_tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}
@@ -221,7 +221,7 @@ def build_config(
         return tf.AutoConfig.for_model(family, **text)
 
     is_glm = family.startswith("glm4")
-    own = deepcopy(_OWN[family])
+    own = deepcopy(FAMILY_DATA[family])
     if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
         # Halves of the rotary dimensions: time, height, width.
         section = {"mrope_section": [2, 3, 3]}
@@ -262,7 +262,7 @@ def build_model(
             {"experts_implementation": "eager"} if dtype == torch.float64 and has_experts else {}
         )
         model = auto.from_config(config, attn_implementation="sdpa", **experts)
-        _randomise(model)
+        randomise(model)
     text = config.get_text_config()
     generation = model.generation_config
     generation.eos_token_id = text.eos_token_id
@@ -272,7 +272,7 @@ def build_model(
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module) -> None:
+def randomise(model: nn.Module) -> None:
     """Draw weights that keep activations at unit scale, and move norms and biases off neutral.
 
     Special tokens get small output weights, so that greedy decoding emits bytes, never a

@@ -68,7 +68,7 @@ def serve_fresh(
     pipe, rank: int, size: int, store: Store, timeout: float, job: Callable, args: tuple
 ) -> None:
     torch.set_num_threads(1)
-    failure_watch.POLL_SECONDS = heartbeat._BEAT_SECONDS = 0.1
+    failure_watch.POLL_SECONDS = heartbeat.BEAT_SECONDS = 0.1
     longest = timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=longest, **store.arguments(rank, size)

@@ -65,9 +65,11 @@ def made_up(
     """KV ``[1, Hkv, n, D]`` whose layers differ in their memory where they are few."""
     torch.manual_seed(0)
     shape = 1, num_kv_heads, num_tokens, head_dim
-    few = [
-        tuple(torch.randn(shape).bfloat16() for _ in range(2)) for _ in range(min(num_layers, 4))
-    ]
+    few = []
+    for _ in range(min(num_layers, 4)):
+        keys = torch.randn(shape).bfloat16()
+        values = torch.randn(shape).bfloat16()
+        few.append((keys, values))
     return [few[index % len(few)] for index in range(num_layers)]
 
 
@@ -135,13 +137,14 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     Args:
         prefill: also ``tensor_parallel``, and ``text``, in place of the demo's video.
     """
-    asked = {"tensor_parallel": 1, "text": None}
-    parallel, text = (prefill.get(name, usual) for name, usual in asked.items())
+    settings = dict(prefill)
+    parallel = settings.pop("tensor_parallel", 1)
+    text = settings.pop("text", None)
     if parallel > 1:
         hosts = HostGroup.from_process_group(
-            hosts._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel
+            hosts.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel
         )
-    config = PrefillConfig(**{name: value for name, value in prefill.items() if name not in asked})
+    config = PrefillConfig(**settings)
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)
 
     def note(transfer: str, how: str, num_bytes: int) -> None:

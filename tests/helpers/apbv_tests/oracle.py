@@ -65,7 +65,9 @@ class DenseOracle:
         """Importance of the keys of one block for one KV head, ``[l_b]``."""
         heads = range(kv_head * group, (kv_head + 1) * group)
         keys = k[0, kv_head, block]
-        rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
+        rows = []
+        for head in heads:
+            rows.extend(q[0, head, self.query_start :])
         if self.importance in ("peak", "softmax"):
             weights = torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows])
             return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
@@ -188,9 +190,8 @@ def run_oracle(model, batch, oracle: DenseOracle):
         model(input_ids=context, past_key_values=cache)
     logits = model(input_ids=query, past_key_values=cache).logits
     attending = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    oracle.keys, oracle.values = (
-        [getattr(layer, name) for layer in attending] for name in ("keys", "values")
-    )
+    oracle.keys = [layer.keys for layer in attending]
+    oracle.values = [layer.values for layer in attending]
     return logits[:, -1]
 
 

@@ -14,9 +14,10 @@ import pytest
 def each_choice(**columns: Collection) -> pytest.MarkDecorator:
     """Parametrize with as many rows as the longest column has; shorter ones begin again."""
     choices = [list(column) for column in columns.values()]
-    rows = [
-        tuple(column[i % len(column)] for column in choices) for i in range(max(map(len, choices)))
-    ]
+    num_rows = max(len(column) for column in choices)
+    rows = []
+    for number in range(num_rows):
+        rows.append(tuple(column[number % len(column)] for column in choices))
     return pytest.mark.parametrize(tuple(columns), rows)
 
 
@@ -25,14 +26,14 @@ def pairwise(**columns: Collection) -> pytest.MarkDecorator:
 
     Chosen greedily: each time the first of all rows that adds the most pairs.
     """
-    choices = [list(column) for column in columns.values()]
-    rows = list(product(*map(range, map(len, choices))))
-    shown = [set(combinations(enumerate(row), 2)) for row in rows]
+    rows = list(product(*columns.values()))
+    # By column, since columns may have choices in common.
+    places = list(product(*[range(len(column)) for column in columns.values()]))
+    shown = [set(combinations(enumerate(row), 2)) for row in places]
     missing = set().union(*shown)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda place: len(shown[place] & missing))
+        best = max(range(len(rows)), key=lambda row: len(shown[row] & missing))
         missing -= shown[best]
         chosen.append(best)
-    picked = [tuple(map(list.__getitem__, choices, rows[place])) for place in sorted(chosen)]
-    return pytest.mark.parametrize(tuple(columns), picked)
+    return pytest.mark.parametrize(tuple(columns), [rows[row] for row in sorted(chosen)])

@@ -132,7 +132,7 @@ class HostPool:
 
 
 def num_made(groups) -> int:
-    return sum(len(hosts._groups.made) for hosts in groups)
+    return sum(len(hosts.groups.made) for hosts in groups)
 
 
 def _serve(rank: int, rendezvous_file: str, pipe) -> None:

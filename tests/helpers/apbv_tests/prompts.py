@@ -13,11 +13,11 @@ from transformers.video_utils import VideoMetadata
 from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
+from apbv.testing.simulated import share_weights
 
 from apbv_tests import families
 from apbv_tests.families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from apbv_tests.video_files import decode_all
-from support.simulated import share_weights
 
 ALL_FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 # In all layers.
@@ -51,7 +51,12 @@ def by_processor(
     processor, content: list[dict], videos: list[tuple] = (), images: list | None = None
 ) -> dict:
     """What a processor makes of a chat's only turn; videos are frames, each with its metadata."""
-    parts = [{name: part[name] for name in ("type", "text") if name in part} for part in content]
+    parts = []
+    for part in content:
+        shown_part = {"type": part["type"]}
+        if "text" in part:
+            shown_part["text"] = part["text"]
+        parts.append(shown_part)
     asked = [{"role": "user", "content": parts}]
     text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     shown = {}
@@ -144,9 +149,12 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def kv_of(cache):
     """The keys and values of each layer, as they are now; None of a host without a cache."""
-    return cache and [
-        tuple(states.clone() for states in _states_of(layer)) for layer in cache.layers
-    ]
+    if cache is None:
+        return None
+    layers = []
+    for layer in cache.layers:
+        layers.append(tuple(states.clone() for states in _states_of(layer)))
+    return layers
 
 
 def _states_of(layer) -> tuple:

@@ -65,11 +65,10 @@ class Case:
         """The tokens of the answer, or of both answers."""
         request = {"video": clip, "num_frames": 6, "max_new_tokens": 4, **self.request}
         questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
-        return [
-            token
-            for question in questions
-            for token in engine.generate(question, **request).token_ids
-        ]
+        tokens = []
+        for question in questions:
+            tokens += engine.generate(question, **request).token_ids
+        return tokens
 
 
 def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
@@ -91,8 +90,8 @@ def join(hosts: HostGroup, device: str | torch.device, **options) -> HostGroup:
 
 
 def _group_of(hosts: HostGroup, backend: str) -> dist.ProcessGroup:
-    like = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
-    ranks = dist.get_process_group_ranks(hosts._groups.control)
+    like = hosts.groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
+    ranks = dist.get_process_group_ranks(hosts.groups.control)
     return callers_group(like, ranks, timedelta(seconds=GROUP_TIMEOUT), backend)
 
 

@@ -49,17 +49,12 @@ def run_hosts(
         started_hosts(script, arguments, hosts, outputs, folders) as started,
     ):
         statuses = exit_statuses(started, timeout)
-        return [
-            CompletedProcess(
-                [str(script), *arguments],
-                status,
-                *(
-                    Path(outputs, f"{rank}.{name}").read_text(errors="replace")
-                    for name in ("stdout", "stderr")
-                ),
-            )
-            for rank, status in enumerate(statuses)
-        ]
+        results = []
+        for rank, status in enumerate(statuses):
+            stdout = Path(outputs, f"{rank}.stdout").read_text(errors="replace")
+            stderr = Path(outputs, f"{rank}.stderr").read_text(errors="replace")
+            results.append(CompletedProcess([str(script), *arguments], status, stdout, stderr))
+        return results
 
 
 @contextmanager

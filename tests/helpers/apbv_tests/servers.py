@@ -84,17 +84,16 @@ class Server:
 
 def metric_in(text: str, name: str, **labels: str) -> float:
     """The sample of /metrics with that name and those labels, whatever model it is about."""
-    found = [
-        s
-        for family in text_string_to_metric_families(text)
-        for s in family.samples
-        if s.name == name
-    ]
-    (value,) = [
-        each.value
-        for each in found
-        if each.labels == {"model_name": each.labels["model_name"], **labels}
-    ]
+    found = []
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name != name:
+                continue
+            others = {**sample.labels}
+            others.pop("model_name")
+            if others == labels:
+                found.append(sample.value)
+    (value,) = found
     return value
 
 

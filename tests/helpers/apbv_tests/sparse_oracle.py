@@ -110,10 +110,12 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
     """Algorithms 1 to 4 as in the released code, with blocks in place of its 128 tokens."""
     block = sparse.block_size
     last = range(max(0, len(q) - sparse.block_size), len(q))
-    q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
+    q_means = [rows.mean(dim=0) for rows in q.split(block)]
+    k_means = [rows.mean(dim=0) for rows in k.split(block)]
     number = len(q_means)
     # Of tokens; a diagonal by how far behind it is.
-    columns, diagonals = ([0.0] * len(q), [0.0] * len(q))
+    columns = [0.0] * len(q)
+    diagonals = [0.0] * len(q)
     for row in last:
         for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
             columns[key] += share / len(last)
@@ -140,7 +142,10 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
             )
         others = sorted(range(1, number), key=lambda line, sums=of_blocks: (-sums[line], line))
         kept.append({0, *others[: wanted - 1]})
-    lists = [{j for j in range(i + 1) if j in kept[0] or i - j in kept[1]} for i in range(number)]
+    columns_kept, diagonals_kept = kept
+    lists = []
+    for i in range(number):
+        lists.append({j for j in range(i + 1) if j in columns_kept or i - j in diagonals_kept})
     if is_aware:
         pairs = {}
         for i, mean in enumerate(q_means):

@@ -10,7 +10,7 @@ from apbv import HostGroup
 @cache
 def staged_group(hosts: HostGroup) -> HostGroup:
     """The same hosts once more, and the same group at the next call; collective."""
-    groups = replace(hosts._groups, is_staged=True).of_some(
+    groups = replace(hosts.groups, is_staged=True).of_some(
         range(hosts.size), hosts.timeout, has_data=True
     )
     return HostGroup(groups, device=hosts.device, timeout=hosts.timeout)

@@ -56,6 +56,10 @@ def rewrite(folder: Path, name: str, change: dict) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / manifest["generation"]).rename(folder / "kv-changed")
     manifest |= {"generation": "kv-changed"}
-    files = {file["name"]: file for shard in manifest["shards"] for file in shard["files"]}
-    files.get(name, manifest).update(change)
+    changed = manifest
+    for shard in manifest["shards"]:
+        for file in shard["files"]:
+            if file["name"] == name:
+                changed = file
+    changed.update(change)
     (folder / "manifest.json").write_text(json.dumps(manifest))

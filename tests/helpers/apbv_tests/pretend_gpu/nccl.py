@@ -219,14 +219,22 @@ def assert_same_order(ranks: Sequence[Events]) -> None:
     Raises:
         AssertionError: the order, an operator or a size differs.
     """
-    orders = [[_signature(event) for event in events.of("collective")] for events in ranks]
-    for rank, order in enumerate(orders[1:], start=1):
-        for other, theirs in enumerate(orders[:rank]):
-            shared = {group for group, *_ in order} & {group for group, *_ in theirs}
-            mine, others = (
-                [entry for entry in one if entry[0] in shared] for one in (order, theirs)
+    groups_of_ranks = []
+    for events in ranks:
+        groups_of_ranks.append({event.group for event in events.of("collective")})
+    for rank in range(len(ranks)):
+        for other in range(rank):
+            shared = groups_of_ranks[rank] & groups_of_ranks[other]
+            order = _order_in(shared, ranks[rank])
+            assert order == _order_in(shared, ranks[other]), (
+                f"ranks {other} and {rank} begin exchanges in another order"
             )
-            assert mine == others, f"ranks {other} and {rank} begin exchanges in another order"
+
+
+def _order_in(groups: set[str], events: Events) -> list[tuple[str, str, int]]:
+    """The signatures of a rank's exchanges in some groups, in order."""
+    exchanges = events.of("collective")
+    return [_signature(event) for event in exchanges if event.group in groups]
 
 
 def _signature(event: Event) -> tuple[str, str, int]:

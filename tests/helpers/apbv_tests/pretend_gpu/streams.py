@@ -41,21 +41,21 @@ class Transfers:
     """The buffers of exchanges under way."""
 
     def __init__(self) -> None:
-        self._under_way: list[Transfer] = []
+        self.under_way: list[Transfer] = []
 
     def begin(self, tensor: Tensor, receives: bool, work: object, place: str) -> None:
-        self._under_way.append(Transfer(*_extent(tensor), receives, work, place, tensor))
+        self.under_way.append(Transfer(*_extent(tensor), receives, work, place, tensor))
 
     def end(self, work: object) -> None:
         """Forget an exchange's buffers."""
-        self._under_way = [transfer for transfer in self._under_way if transfer.work is not work]
+        self.under_way = [transfer for transfer in self.under_way if transfer.work is not work]
 
     def faults(self, tensor: Tensor, is_written: bool, user: str) -> Iterator[str]:
         """Yield what is wrong with using a tensor now."""
-        if not self._under_way:
+        if not self.under_way:
             return
         start, stop = _extent(tensor)
-        for transfer in self._under_way:
+        for transfer in self.under_way:
             if (
                 start < transfer.stop
                 and transfer.start < stop

@@ -21,7 +21,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from apbv.demo import (
+from ..demo import (
     BORDERS,
     COUNTING_QUESTION,
     DESCRIBE_QUESTION,
@@ -405,8 +405,8 @@ def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
 
 def _muted_colour(rng: np.random.Generator, brightness: float) -> tuple[int, int, int]:
     """Draw a colour that is far less saturated than any border's."""
-    values = np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255)
-    return tuple(int(value) for value in values)
+    red, green, blue = np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255)
+    return int(red), int(green), int(blue)
 
 
 def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
@@ -439,8 +439,8 @@ def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
     )
 
     # The border.
-    colour = np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3)
-    colour = tuple(int(value) for value in np.clip(colour, 0, 255))
+    shade = np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3)
+    colour = tuple(int(value) for value in np.clip(shade, 0, 255))
     width = int(rng.integers(5, 8))
     corners = (left, top, left + side - 1, top + side - 1)
     draw.rectangle(corners, outline=colour, width=width)

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apbv.errors import HostError, InvalidRequestError, describe_error
-from apbv.hosts.devices import record_event
-from apbv.hosts.failure_watch import FailureWatch
-from apbv.hosts.group import HostGroup
-from apbv.pending import Pending
+from ..errors import HostError, InvalidRequestError, describe_error
+from ..hosts.devices import Moment, record_event
+from ..hosts.failure_watch import FailureWatch
+from ..hosts.group import HostGroup, HostLinks
+from ..pending import Pending
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Network:
 
         Messages arrive one after the other; what it sends itself takes no time.
         """
-        seconds = 0
+        seconds = 0.0
         for sender, count in enumerate(num_bytes):
             if sender != receiver:
                 seconds += self.seconds(count)
@@ -79,14 +79,6 @@ class Lap(NamedTuple):
 
     cpu: float
     gpu: float = 0.0
-
-
-@dataclass
-class _Moment:
-    """A :class:`apbv.hosts.Moment` whose time is worked out when it is asked for."""
-
-    event: torch.cuda.Event | None = None
-    seconds: float = math.nan
 
 
 class _Machine:
@@ -158,9 +150,9 @@ class SimulatedHost(HostGroup):
     has_own_process = False
 
     def __init__(self, machine: _Machine, rank: int, pace: Sequence[Lap] | None = None):
-        super().__init__(device=machine.device, timeout=float("inf"))
-        self._take_place(rank, machine.num_hosts)
-        self._watch = _SimulatedWatch(self.name, machine)
+        self._failures = _SimulatedWatch(f"host {rank}", machine)
+        links = HostLinks(rank, machine.num_hosts, self._failures)
+        super().__init__(device=machine.device, timeout=float("inf"), links=links)
         self._machine = machine
         self._network = machine.network
         self._pace = pace
@@ -192,9 +184,9 @@ class SimulatedHost(HostGroup):
         """Return the seconds that have passed on this host's CPU."""
         return self.seconds_at([self.moment(on_device=False)])[0]
 
-    def moment(self, on_device: bool = True) -> _Moment:
+    def moment(self, on_device: bool = True) -> Moment:
         self._end_lap()
-        moment = _Moment(self._lap_start_event)
+        moment = Moment(math.nan, self._lap_start_event)
 
         def read() -> None:
             moment.seconds = self._time(on_device)
@@ -202,7 +194,7 @@ class SimulatedHost(HostGroup):
         self._later(read)
         return moment
 
-    def seconds_at(self, moments: Sequence[_Moment]) -> list[float]:
+    def seconds_at(self, moments: Sequence[Moment]) -> list[float]:
         with self._not_counted():
             self._machine.settle_times()
         return [moment.seconds for moment in moments]
@@ -282,14 +274,14 @@ class SimulatedHost(HostGroup):
             return
         cpu_seconds = self._machine.clock() - self._lap_start
         start_event = self._lap_start_event
-        end_event = record_event(self.device) if self.device.type == "cuda" else None
+        end_event = record_event(self.device) if start_event is not None else None
         number = self._num_laps
         self._num_laps += 1
         self._begin_lap()
 
         def count() -> None:
             gpu_seconds = 0.0
-            if start_event is not None:
+            if start_event is not None and end_event is not None:
                 gpu_seconds = start_event.elapsed_time(end_event) / 1e3
             lap = Lap(cpu_seconds, gpu_seconds)
             if self._pace is not None:
@@ -370,7 +362,7 @@ class SimulatedHost(HostGroup):
             result: makes what this host receives of all hosts' payloads.
             on_gpu: whether the GPU waits for the data, and not the CPU.
         """
-        if self._watch.is_broken:
+        if self._failures.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine = self._machine
 
@@ -392,7 +384,7 @@ class SimulatedHost(HostGroup):
             machine.turn.notify_all()
 
         # Receive: work out when the data arrives, which may be after it is waited for.
-        arrival = None
+        arrival = math.nan
 
         def settle() -> None:
             # Exchanges share this host's link, in the order of their beginning.
@@ -427,7 +419,7 @@ class SimulatedHost(HostGroup):
                     machine.turn.wait()
                 del machine.waiting[self.rank]
                 if len(posts) < self.size:
-                    self._watch.is_broken = True
+                    self._failures.is_broken = True
                     machine.turn.notify_all()
                     raise HostError(
                         machine.failure or "the hosts no longer take part in the same exchanges"
@@ -441,7 +433,18 @@ class SimulatedHost(HostGroup):
 
         return Pending(finish)
 
-    def subgroup(self, members: Sequence[int], timeout: float | None = None) -> HostGroup | None:
+    def subgroup(
+        self,
+        members: Sequence[int],
+        timeout: float | None = None,
+        waits_for_work: bool = True,
+        has_data: bool = True,
+    ) -> HostGroup | None:
+        """Refuse: there are no groups of some simulated hosts.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("simulated hosts work together, all of them: there are no groups of some")
 
     def let_others_report(self) -> None:

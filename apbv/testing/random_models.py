@@ -1,12 +1,14 @@
-"""Makes what benchmarks run: models with random weights, which do not affect times, and prompts."""
+"""Makes models with random weights, and prompts of random tokens and pixels for them.
 
+Weights do not affect how long a model computes, how much memory it takes or what it exchanges. No
+checkpoint is needed: models.toml has the sizes of real models, and of small ones for CPUs.
+"""
+
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
-from apbv.errors import InvalidRequestError
-
-# isort: split
 import torch
 from torch import Tensor
 from transformers import (
@@ -17,9 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from apbv import Engine, HostGroup
-
-from .arguments import read_toml
+from ..errors import InvalidRequestError
 
 # Of Qwen2.5-VL: a patch's side in pixels, a token's side in patches, a patch's frames and colors.
 PATCH = 14
@@ -27,13 +27,21 @@ MERGE = 2
 FRAMES_PER_PATCH = 2
 CHANNELS = 3
 PREFIX_LEN = 16  # tokens before the video, such as a system message
-_MODELS = read_toml(Path(__file__).with_name("models.toml"))
+_MODELS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
+)
 
 
 def config_like(
     name: str, text: dict | None = None, vision: dict | None = None
 ) -> PreTrainedConfig:
-    """Build a configuration of models.toml, with other sizes of the decoder or the vision tower."""
+    """Build one of the configurations of models.toml, with some fields replaced.
+
+    Args:
+        name: the model, such as ``"qwen2.5-vl-7b"``; a key of :data:`CONFIGS`.
+        text: fields of the decoder to replace, such as ``{"num_hidden_layers": 2}``.
+        vision: fields of the vision tower to replace.
+    """
     fields = dict(_MODELS[name])
     text = text or {}
     vision = vision or {}
@@ -67,21 +75,20 @@ def config_of(model: str) -> PreTrainedConfig:
 def build_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str
 ) -> PreTrainedModel:
-    """Build a model with random weights."""
-    if hasattr(config, "vision_config"):
-        auto_class = AutoModelForImageTextToText
-    else:
-        auto_class = AutoModelForCausalLM
+    """Build a model with random weights, which are the same in every call, in eval mode.
+
+    Args:
+        config: of a vision-language model, or of a text model.
+        dtype: the weights' dtype.
+        device: where the weights are; ``"meta"``: nowhere, for what needs only shapes.
+    """
     with torch.device(device):
         torch.manual_seed(0)
-        return auto_class.from_config(config, dtype=dtype).eval()
-
-
-def load_model(name: str, dtype: torch.dtype, hosts: HostGroup) -> PreTrainedModel:
-    """Build one of :data:`CONFIGS` with random weights, or load the demo or a checkpoint."""
-    if name in CONFIGS:
-        return build_model(CONFIGS[name], dtype, hosts.device)
-    return Engine.from_pretrained(name, hosts=hosts, dtype=dtype).model
+        if hasattr(config, "vision_config"):
+            model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model.eval()
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Prompt:
     """A prompt as a processor or tokenizer returns it.
 
     Attributes:
-        batch: the tensors.
+        batch: the tensors, as :meth:`apbv.ModelInputs.from_processor` takes them.
         query_start: where the question of a text begins; None for a video.
     """
 
@@ -113,7 +120,14 @@ def plain_tokens(config: PreTrainedConfig, count: int, generator: torch.Generato
 
 
 def text_prompt(config: PreTrainedConfig, num_tokens: int, query_len: int, seed: int = 0) -> Prompt:
-    """Draw a text of random tokens, of which the last ``query_len`` are the question."""
+    """Draw a text of random tokens.
+
+    Args:
+        config: the model's, which says which tokens are plain text.
+        num_tokens: length of the prompt.
+        query_len: how many of the last tokens are the question.
+        seed: of the draw.
+    """
     ids = plain_tokens(config, num_tokens, torch.Generator().manual_seed(seed))
     return Prompt({"input_ids": ids[None]}, num_tokens - query_len)
 
@@ -142,8 +156,11 @@ def video_prompt(
     """Draw random pixels and text for a model of Qwen2.5-VL's layout.
 
     Args:
+        config: the model's, which has the placeholders' tokens.
+        num_frames: frames of the video.
         height, width: of the frames, in pixels.
         query_len: tokens of the question, which is the end of the prompt.
+        seed: of the draw.
     """
     generator = torch.Generator().manual_seed(seed)
 
