@@ -7,14 +7,20 @@ import pytest
 import torch
 
 from apbv import PrefillConfig, SparseConfig, SpeculativeConfig, config
+from apbv.config import AblationConfig
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.speculate import STRATEGIES
 
+from apbv_tests.configs import prefill_config
+
 # fields(): the name of every switch, so that one added later is covered.
-SWITCHES = [
-    field.name for field in dataclasses.fields(PrefillConfig) if field.type in (bool, "bool")
-]
+SWITCHES = {
+    field.name: kind
+    for kind in (PrefillConfig, AblationConfig)
+    for field in dataclasses.fields(kind)
+    if field.type in (bool, "bool")
+}
 
 
 def test_defaults_are_the_method_of_the_paper():
@@ -22,8 +28,24 @@ def test_defaults_are_the_method_of_the_paper():
     assert (settings.method, settings.importance, settings.kv) == ("apbv", "peak", "gathered")
     assert settings.anchor_len is None and settings.passing_len is None
     on = {"overlap", "fused_query", "zigzag", "frame_parallel"}
-    assert {name for name in SWITCHES if getattr(settings, name)} == on
+    assert {name for name, kind in SWITCHES.items() if getattr(kind(), name)} == on
     assert set(SWITCHES) - on == {"anchor_query", "on_single_host"}
+
+
+def test_parts_of_the_method_are_a_group_and_have_their_former_names_until_the_next_release():
+    with pytest.warns(DeprecationWarning, match=r"PrefillConfig\(ablation=AblationConfig\(zigzag="):
+        former = PrefillConfig(zigzag=False)
+    assert former == PrefillConfig(ablation=AblationConfig(zigzag=False))
+    with pytest.warns(DeprecationWarning, match=r"is now PrefillConfig\.ablation\.zigzag$"):
+        assert not former.zigzag
+    # A part that was left out before stays so.
+    with pytest.warns(DeprecationWarning):
+        assert dataclasses.replace(former, overlap=False) == prefill_config(
+            zigzag=False, overlap=False
+        )
+    with pytest.raises(ValueError, match=r"^overlap must be true or false, not 1$"):
+        PrefillConfig(overlap=1)
+    assert not former.shared["ablation"]["zigzag"], "it must be the same on every host"
 
 
 @pytest.mark.parametrize("name", ["anchor_len", "passing_len"])
@@ -73,7 +95,7 @@ def test_sparse_attention_of_one_host_is_the_method_of_its_name():
         (sparse, 2, "apbv"),
         ({**sparse, "on_single_host": True}, 1, "apbv"),
     ):
-        assert resolve_method(PrefillConfig(**settings), num_hosts).name == name
+        assert resolve_method(prefill_config(**settings), num_hosts).name == name
 
 
 def test_thresholds_are_those_of_the_papers():

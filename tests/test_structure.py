@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
     ("apbv.errors",),
-    ("apbv.refusals", "apbv.pending"),
+    ("apbv.refusals", "apbv.pending", "apbv.reporting"),
     (
         "apbv.torchvision_guard",
         "apbv.allocator",
@@ -27,7 +27,6 @@ LAYERS = (
         "apbv.schemas",
         "apbv.device_copy",
         "apbv.versions",
-        "apbv.reporting",
         "apbv.kernels",
     ),
     ("apbv.hosts", "apbv.demo", "apbv.grammar"),

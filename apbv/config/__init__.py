@@ -24,5 +24,12 @@ from .names import (
     SPARSE_NAMES,
     STRATEGY_NAMES,
 )
-from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig
+from .prefill import (
+    FRAME_RATE,
+    AblationConfig,
+    PrefillConfig,
+    ReduceConfig,
+    SparseConfig,
+    VideoConfig,
+)
 from .speculative import SpeculativeConfig, longest_window

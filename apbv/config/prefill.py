@@ -17,6 +17,7 @@ from .names import (
     REDUCER_NAMES,
     SPARSE_NAMES,
 )
+from .regrouped import regrouped
 
 _MOST_TOKENS = 2**31 - 1
 # The requirement on a frame rate, and its check.
@@ -176,6 +177,38 @@ class ReduceConfig(Checked, name="reduce "):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AblationConfig(Checked):
+    """Parts of APB-V that benchmarks and tests switch off; together they are what makes it fast.
+
+    Which methods have them: ``"apbv"`` all, ``"zigzag_ring"`` the overlap, and every method that
+    splits prompts ``frame_parallel`` and ``on_single_host``.
+
+    Attributes:
+        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
+            transfer to host 0 behind MLPs.
+        fused_query: run query and context in one forward pass (Section 4.2; "F").
+        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
+            "Z").
+        frame_parallel: each host reads and encodes its share of the frames, images and audio, and
+            gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
+            "V"). Off, every host reads and encodes everything, as one process does, and no
+            embeddings are exchanged.
+        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
+            is exact, and to which every method degenerates without other hosts to share the work.
+
+    Raises:
+        InvalidConfigError: a switch is not true or false.
+    """
+
+    overlap: bool = switch(True)
+    fused_query: bool = switch(True)
+    zigzag: bool = switch(True)
+    frame_parallel: bool = switch(True)
+    on_single_host: bool = switch(False)
+
+
+@regrouped("ablation", AblationConfig)
+@dataclass(frozen=True, kw_only=True)
 class PrefillConfig(Checked):
     """Prefill settings.
 
@@ -183,9 +216,8 @@ class PrefillConfig(Checked):
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes
             everything), ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``,
             ``"star"``, and on host 0 alone ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``,
-            which are ``"full"`` with sparse attention. Of the settings below, lengths, importance
-            and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
-            importance, ``"zigzag_ring"`` the overlap.
+            which are ``"full"`` with sparse attention. Of the settings below, lengths and
+            importance are for ``"apbv"`` and ``"apb"``.
         anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a
             quarter of n. 0: no anchor (Table 9).
         anchor_query: put the question in front of the context in the anchor, as APB has it: the
@@ -204,18 +236,6 @@ class PrefillConfig(Checked):
         importance: how the l_p pairs are ranked; see
             :func:`apbv.prefilling.methods.importance.importance_of`. ``"peak"`` is this project's
             own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
-        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
-            transfer to host 0 behind MLPs.
-        fused_query: run query and context in one forward pass (Section 4.2; "F").
-        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
-            "Z").
-        frame_parallel: each host reads and encodes its share of the frames, images and audio, and
-            gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
-            "V"). Off, every host reads and encodes everything, as one process does, and no
-            embeddings are exchanged. It is a setting here, beside the other switches of Table 4,
-            and not one of ``video``, because it must be the same on every host.
-        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
-            is exact, and to which every method degenerates without other hosts to share the work.
         kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as
             it was computed.
         backend: the kernels that compute attention, here and in decoding; a name in
@@ -226,6 +246,7 @@ class PrefillConfig(Checked):
             context block with ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys,
             and the question's, stays dense. None: dense, except for a method that is itself sparse.
         reduce: visual-token pruning; None: none.
+        ablation: parts of the method, for benchmarks and tests.
 
     Raises:
         InvalidConfigError: a length is negative or absurd, a name is unknown, or the method has no
@@ -259,11 +280,6 @@ class PrefillConfig(Checked):
         "peak",
         help="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
     )
-    overlap: bool = switch(True)
-    fused_query: bool = switch(True)
-    zigzag: bool = switch(True)
-    frame_parallel: bool = switch(True)
-    on_single_host: bool = switch(False)
     kv: str = one_of(
         KV_PLACEMENTS, "gathered", help="gather the KV cache on host 0, or keep it sharded"
     )
@@ -271,6 +287,7 @@ class PrefillConfig(Checked):
     video: VideoConfig = instance_of(VideoConfig, default=VideoConfig())
     sparse: SparseConfig | None = instance_of(SparseConfig)
     reduce: ReduceConfig | None = instance_of(ReduceConfig)
+    ablation: AblationConfig = instance_of(AblationConfig, default=AblationConfig())
 
     def __post_init__(self):
         super().__post_init__()

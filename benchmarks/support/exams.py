@@ -32,6 +32,7 @@ from apbv import (
     SpeculativeConfig,
     prefill,
 )
+from apbv.config import AblationConfig
 from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
 from apbv.input.prompt_reader import PromptReader
@@ -396,6 +397,8 @@ def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[st
                 speculate = SpeculativeConfig(**value)
             elif name == "keeps":
                 keeps = value
+            elif name == "ablation":
+                fields[name] = AblationConfig(**value)
             elif name == "sparse":
                 fields[name] = SparseConfig(**value)
             elif name == "reduce":

@@ -38,7 +38,7 @@ def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]
     A single host computes the prompt alone, unless the config keeps the method there.
     """
     method = METHODS[config.method]
-    if not method.splits or (num_hosts == 1 and not config.on_single_host):
+    if not method.splits or (num_hosts == 1 and not config.ablation.on_single_host):
         return method_alone(config)
     return method
 

@@ -1,6 +1,6 @@
 """APB: one block on every host, the query in a second forward pass, no overlap."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .apbv import ApbvMethod
 
@@ -14,4 +14,4 @@ class ApbMethod(ApbvMethod):
 
     name = "apb"
     # O, F and Z of the APB-V paper's Table 4.
-    settings: ClassVar[dict[str, Any]] = {"overlap": False, "fused_query": False, "zigzag": False}
+    ablation: ClassVar[dict[str, bool]] = {"overlap": False, "fused_query": False, "zigzag": False}

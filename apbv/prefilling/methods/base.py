@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class PrefillMethod(ABC):
         num_layers: the decoder's layers.
         attention_layers: the numbers of the layers that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
-        settings: the fields of the config that the method fixes.
+        ablation: the fields of the config's ``ablation`` that the method fixes.
         has_passing: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
@@ -51,7 +51,7 @@ class PrefillMethod(ABC):
     zigzag: ClassVar[bool] = False
     has_passing: ClassVar[bool] = False
     separate_query: bool = False
-    settings: ClassVar[dict[str, Any]] = {}
+    ablation: ClassVar[dict[str, bool]] = {}
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PrefillMethod(ABC):
     ):
         self.layout = layout
         self.hosts = hosts
-        self.config = replace(config, **self.settings)
+        self.config = self.in_force(config)
         self.num_layers = num_layers
         self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
@@ -75,6 +75,11 @@ class PrefillMethod(ABC):
 
     def prepare(self) -> None:  # noqa: B027  (most methods need none)
         """Precompute data that all layers share; by default nothing."""
+
+    @classmethod
+    def in_force(cls, config: PrefillConfig) -> PrefillConfig:
+        """Return a config with what the method fixes in it."""
+        return replace(config, ablation=replace(config.ablation, **cls.ablation))
 
     @property
     def gives_exact_kv(self) -> bool:
@@ -136,7 +141,7 @@ class PrefillMethod(ABC):
 
         Else all KV is sent after the last layer.
         """
-        return config.kv == "gathered" and config.overlap
+        return config.kv == "gathered" and config.ablation.overlap
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:

@@ -46,7 +46,7 @@ class ZigzagRingMethod(PrefillMethod):
             if not is_last:
                 rows = sum(self._chunk_lengths[(owner - 1) % size])
                 exchange = self.hosts.shift(kv, (*kv.shape[:3], rows, kv.shape[4]))
-                if not self.config.overlap:
+                if not self.config.ablation.overlap:
                     exchange.wait()
             partial = self._attend_to(owner, q, kv, scale)
             if step == 0:
