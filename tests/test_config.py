@@ -2,6 +2,7 @@
 given."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -117,13 +118,37 @@ OUT_OF_RANGE = {
 }
 
 
+OWNERS = {"divergence": "flexprefill", "min_blocks": "flexprefill"}
+
+
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_sparse_settings_out_of_range(name):
     message, *values = OUT_OF_RANGE[name]
     for value in values:
         with pytest.raises(ValueError) as raised:
-            SparseConfig(**{"method": "spargeattn", name: value})
+            SparseConfig(**{"method": OWNERS.get(name, "spargeattn"), name: value})
         assert str(raised.value) == f"{message}, not {value!r}"
+
+
+def test_every_sparse_method_has_a_config_with_its_own_settings():
+    assert tuple(config.SPARSE_CONFIGS) == config.SPARSE_NAMES
+    for name, kind in config.SPARSE_CONFIGS.items():
+        made = SparseConfig(method=name, block_size=64)
+        assert type(made) is kind and made == kind(block_size=64)
+        for copied in (dataclasses.replace(made), pickle.loads(pickle.dumps(made))):
+            assert type(copied) is kind and copied == made
+        others = {"stride": 8, "similarity": 0.5, "divergence": 0.5, "min_blocks": 2}
+        own = {field.name for field in dataclasses.fields(kind)}
+        for setting, value in others.items():
+            if setting in own:
+                assert getattr(SparseConfig(method=name, **{setting: value}), setting) == value
+                continue
+            with pytest.raises(ValueError, match=rf"^sparse {setting} is a setting of .*: {name} "):
+                SparseConfig(method=name, **{setting: value})
+    with pytest.raises(
+        ValueError, match=r"^sparse method must be one of xattention, not 'spargeat"
+    ):
+        config.XAttentionConfig(method="spargeattn")
 
 
 def test_a_stride_divides_a_block():

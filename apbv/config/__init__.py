@@ -29,7 +29,13 @@ from .prefill import (
     AblationConfig,
     PrefillConfig,
     ReduceConfig,
-    SparseConfig,
     VideoConfig,
+)
+from .sparse import (
+    SPARSE_CONFIGS,
+    FlexPrefillConfig,
+    SpargeAttnConfig,
+    SparseConfig,
+    XAttentionConfig,
 )
 from .speculative import SpeculativeConfig, longest_window

@@ -4,7 +4,6 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InvalidConfigError
 from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
 from .names import (
@@ -18,11 +17,11 @@ from .names import (
     SPARSE_NAMES,
 )
 from .regrouped import regrouped
+from .sparse import SparseConfig
 
 _MOST_TOKENS = 2**31 - 1
 # The requirement on a frame rate, and its check.
 FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", Allowed((int, float), lambda fps: 0 < fps <= MAX_FPS)
-_THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,96 +46,6 @@ class VideoConfig(Checked):
         None,
         help="memory per video chunk (default: 1/16 of free memory, at most 256)",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseConfig(Checked, name="sparse "):
-    """Settings for block-sparse attention: how blocks are selected, per query head and layer.
-
-    Blocks that are not selected are skipped.
-
-    Attributes:
-        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
-            ``"flexprefill"`` (Lai et al., 2025), as in their authors' code; differences are listed
-            in :mod:`apbv.prefilling.methods.block_selection` and
-            :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: share of a query block's estimated attention mass that the selected blocks hold,
-            τ. None: 0.9 for ``"xattention"`` (its authors' for video) and 0.95 for
-            ``"flexprefill"`` (its authors' γ), and 0.96 for ``"spargeattn"``, as the APB-V paper
-            has it (Section 5.1). 1: all blocks are computed: attention is dense.
-        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys,
-            or half as many for ``"spargeattn"``.
-        stride: of ``"xattention"``: tokens per group, which has one score; must divide the block
-            size.
-        similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most
-            this, θ, are always computed; -1 .. 1. 0.3 in the APB-V paper.
-        divergence: of ``"flexprefill"``: a head is query-aware if the square root of the
-            Jensen-Shannon divergence between its last queries' attention and its estimate from
-            block means is below this, τ; 0 .. 1. 0.1 is its authors'. 0: all heads are
-            vertical-slash, as MInference (Jiang et al., 2024) has most of them.
-        min_blocks: of ``"flexprefill"``: minimum number of vertical and slash lines of blocks
-            computed in every head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
-
-    Raises:
-        InvalidConfigError: the method is unknown, or a number is out of range.
-    """
-
-    method: str = one_of(
-        SPARSE_NAMES,
-        "xattention",
-        help="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
-    )
-    threshold: float | None = number(
-        "lie in 0 < threshold <= 1",
-        lambda t: 0 < t <= 1,
-        None,
-        help="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
-    )
-    block_size: int = one_of((32, 64, 128, 256), 128, help="query-block size in tokens")
-    stride: int = integer(1, 256, 16, of="xattention", help="xattention: tokens per score")
-    similarity: float = number(
-        "lie in -1 .. 1",
-        lambda cosine: -1 <= cosine <= 1,
-        0.3,
-        of="spargeattn",
-        help="spargeattn: always compute blocks of mean cosine similarity <= X",
-    )
-    divergence: float = number(
-        "lie in 0 .. 1",
-        lambda root: 0 <= root <= 1,
-        0.1,
-        of="flexprefill",
-        help="flexprefill: heads with sqrt(JSD) below X are query-aware",
-    )
-    min_blocks: int = integer(
-        1,
-        _MOST_TOKENS,
-        8,
-        of="flexprefill",
-        help="flexprefill: minimum vertical and slash blocks per head",
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.block_size % self.stride:
-            raise InvalidConfigError(
-                f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens"
-            )
-
-    @property
-    def share(self) -> float:
-        """The threshold in force."""
-        return _THRESHOLDS[self.method] if self.threshold is None else self.threshold
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether no blocks are skipped, so that attention is dense."""
-        return self.share == 1
-
-    @property
-    def key_block(self) -> int:
-        """Keys per block."""
-        return self.block_size // 2 if self.method == "spargeattn" else self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
