@@ -132,12 +132,12 @@ def run_worker(
 
         # Connect the hosts; collective over those that prefill, and those that decode alone.
         offers = None
-        if settings.kv_host is not None and engine.prefills:
+        if settings.kv_transfer is not None and engine.prefills:
             offers = Offers(
                 engine.hosts,
-                host=settings.kv_host,
-                port=settings.kv_port,
-                seconds=settings.kv_seconds,
+                host=settings.kv_transfer.host,
+                port=settings.kv_transfer.port,
+                seconds=settings.kv_transfer.seconds,
                 on_end=None if scheduler is None else scheduler.end_offer,
             )
             stack.enter_context(offers)
