@@ -541,7 +541,7 @@ def _draft_memory(
     settings: SpeculativeConfig | None, dtype: str | torch.dtype
 ) -> _DraftMemory | None:
     """Return the draft model's memory; None if no draft model is needed."""
-    if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
+    if settings is None or not STRATEGIES[settings.strategy].facts.needs_draft_model:
         return None
     if settings.draft_model is None:
         raise InvalidConfigError(f"{settings.strategy} needs a draft_model")

@@ -104,7 +104,7 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     cases_on_several: list[Case] = []
     for num_hosts in numbers_of_hosts:
         for label, config in configs.items():
-            if METHODS[config.method].splits:
+            if METHODS[config.method].facts.splits:
                 case = Case(label, config, num_hosts)
                 same_kind = cases_on_several
             else:

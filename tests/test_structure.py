@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from apbv.config import KEEP_POLICIES, METHOD_NAMES, REDUCER_NAMES, STRATEGY_NAMES
+
 ROOT = Path(__file__).parents[1]
 
 # From the ground up. A module may import from lower layers only; a package named here stands for
@@ -157,6 +159,34 @@ def test_import_rules():
         for line in violations(module, path.name == "__init__.py", path.read_text(encoding="utf-8"))
     ]
     assert not broken, "\n".join(broken)
+
+
+def comparisons(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Texts with which a file compares something for equality, alone or among others."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        operands = [node.left, *node.comparators]
+        for operand in operands:
+            texts = operand.elts if isinstance(operand, (ast.Tuple, ast.List, ast.Set)) else []
+            if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+                texts = [operand]
+            for text in texts:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text.value, node.lineno
+
+
+def test_no_file_compares_the_names_of_methods_strategies_reducers_and_keep_policies():
+    """What depends on one of them is a fact in ``apbv/config/facts.py``."""
+    names = {*METHOD_NAMES, *STRATEGY_NAMES, *KEEP_POLICIES, *REDUCER_NAMES}
+    is_of_package = {("apbv.reporting", "apbv")}
+    found = [
+        f"{module}:{line}: compares {text!r}"
+        for module, path in OURS.items()
+        for text, line in comparisons(ast.parse(path.read_text(encoding="utf-8")))
+        if text in names and (module, text) not in is_of_package
+    ]
+    assert not found, "\n".join(found)
 
 
 def imports_among(known: dict[str, Path], root: str = "") -> dict[str, set[str]]:

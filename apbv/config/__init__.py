@@ -5,6 +5,14 @@ check its options before these are loaded.
 """
 
 from .answering import DecodeConfig, ReuseConfig, SamplingParams
+from .facts import (
+    KEEP_FACTS,
+    METHOD_FACTS,
+    STRATEGY_FACTS,
+    KeepFacts,
+    MethodFacts,
+    StrategyFacts,
+)
 from .names import (
     BACKEND_NAMES,
     CUDA_GRAPH_MODES,

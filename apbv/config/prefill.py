@@ -6,6 +6,7 @@ from typing import Any
 
 from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
+from .facts import METHOD_FACTS
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
@@ -14,7 +15,6 @@ from .names import (
     MAX_FPS,
     METHOD_NAMES,
     REDUCER_NAMES,
-    SPARSE_NAMES,
 )
 from .regrouped import regrouped
 from .sparse import SparseConfig
@@ -217,25 +217,22 @@ class PrefillConfig(Checked):
         """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
         reduce = self.reduce
         sparse = self.sparse
-        has_anchor = self.method in ("apbv", "apb")
-        is_other = (
-            sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
-        )
-        without = "without an anchor" if has_anchor else f"method {self.method}"
-        has_no_anchor = not has_anchor or self.anchor_len == 0
-        is_dense = self.method in ("zigzag_ring", "ulysses")
+        facts = METHOD_FACTS[self.method]
+        is_other = sparse is not None and facts.is_sparse and sparse.method != self.method
+        without = "without an anchor" if facts.has_anchor else f"method {self.method}"
+        has_no_anchor = not facts.has_anchor or self.anchor_len == 0
         return {
             "anchor_query": self.anchor_query,
             "no_anchor": without if has_no_anchor else None,
             "reduction": None if reduce is None else reduce.method,
             "sparse": None if sparse is None else sparse.method,
-            "dense_method": self.method if is_dense else None,
+            "dense_method": None if facts.takes_sparse else self.method,
             "other_sparse_method": self.method if is_other else None,
         }
 
     @property
     def sparse_attention(self) -> SparseConfig | None:
         """The sparse-attention settings in force; None if attention is dense."""
-        if self.sparse is None and self.method in SPARSE_NAMES:
+        if self.sparse is None and METHOD_FACTS[self.method].is_sparse:
             return SparseConfig(method=self.method)
         return self.sparse

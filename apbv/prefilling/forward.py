@@ -266,7 +266,7 @@ def _plan(
     layout = method_type.plan(
         hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config
     )
-    if not layout.is_split and method_type.splits:
+    if not layout.is_split and method_type.facts.splits:
         if hosts.is_leader:
             how = "alone, exactly" if config.sparse is None else "alone"
             warn_caller(

@@ -213,7 +213,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     if engine.draft_model is not None:
         token_bytes += _token_bytes(engine.draft_model)
     speculate = engine.speculative_config
-    if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
+    if speculate is not None and STRATEGIES[speculate.strategy].facts.runs_target:
         token_bytes *= 2  # at most as much of the prompt is copied for the draft
 
     # The KV of the longest request that must run.

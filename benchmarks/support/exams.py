@@ -151,7 +151,7 @@ def numbers_of_hosts(method: str, options: argparse.Namespace, hosts: HostGroup)
     """
     if hosts.size > 1:
         return [hosts.size]
-    if METHODS[method].splits:
+    if METHODS[method].facts.splits:
         return sorted(set(options.hosts) - {1})
     return [1]
 

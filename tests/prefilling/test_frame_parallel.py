@@ -106,7 +106,7 @@ def test_every_host_encodes_all_frames_and_none_are_sent(pool, family, num_hosts
 
 
 @each_choice(
-    method=[name for name, method in METHODS.items() if method.splits],
+    method=[name for name, method in METHODS.items() if method.facts.splits],
     num_hosts=[2, 3],
     family=["qwen3_vl", "llava_onevision"],
 )

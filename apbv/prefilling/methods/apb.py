@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from ...config import METHOD_FACTS
 from .apbv import ApbvMethod
 
 
@@ -13,5 +14,6 @@ class ApbMethod(ApbvMethod):
     """
 
     name = "apb"
+    facts = METHOD_FACTS["apb"]
     # O, F and Z of the APB-V paper's Table 4.
     ablation: ClassVar[dict[str, bool]] = {"overlap": False, "fused_query": False, "zigzag": False}

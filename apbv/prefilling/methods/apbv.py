@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ...config import PrefillConfig
+from ...config import METHOD_FACTS, PrefillConfig
 from ...hosts import Pending
 from ...kernels import select_topk
 from ...kernels.segments import Segment
@@ -54,7 +54,7 @@ class ApbvMethod(PrefillMethod):
     """
 
     name = "apbv"
-    has_passing = True
+    facts = METHOD_FACTS["apbv"]
 
     def prepare(self) -> None:
         layout = self.layout

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...config import PrefillConfig
+from ...config import METHOD_FACTS, MethodFacts, PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.segments import Segment
@@ -32,8 +32,7 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: its name in the config and on the command line.
-        is_exact: whether it computes full attention, if no blocks are skipped.
-        splits: whether the hosts share a prompt; if not, host 0 computes it alone.
+        facts: what the config knows of it, by its name.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late
             one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
@@ -41,15 +40,12 @@ class PrefillMethod(ABC):
         attention_layers: the numbers of the layers that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
         ablation: the fields of the config's ``ablation`` that the method fixes.
-        has_passing: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
 
     name: ClassVar[str]
-    is_exact: ClassVar[bool] = False
-    splits: ClassVar[bool] = True
+    facts: ClassVar[MethodFacts]
     zigzag: ClassVar[bool] = False
-    has_passing: ClassVar[bool] = False
     separate_query: bool = False
     ablation: ClassVar[dict[str, bool]] = {}
 
@@ -89,8 +85,8 @@ class PrefillMethod(ABC):
         """
         if self.blocks is not None:
             return False
-        passes_all = self.has_passing and self.layout.passing_is_complete
-        return self.is_exact or passes_all
+        passes_all = self.facts.has_passing and self.layout.passing_is_complete
+        return self.facts.is_exact or passes_all
 
     def layout_in(self, layer: int) -> ContextLayout:
         """Return the layout of a layer of attention.
@@ -131,7 +127,7 @@ class PrefillMethod(ABC):
 
         By default every token is given to one host, without an anchor.
         """
-        if not cls.splits:
+        if not cls.facts.splits:
             return single_host_layout(num_hosts, num_tokens)
         return shared_out_layout(num_hosts, num_tokens, cls.zigzag)
 
@@ -149,7 +145,7 @@ class PrefillMethod(ABC):
 
         The limits were measured with pretrained models.
         """
-        if not cls.has_passing or layout.passing_is_complete:
+        if not cls.facts.has_passing or layout.passing_is_complete:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
             return (
@@ -183,8 +179,7 @@ class FullMethod(PrefillMethod):
     """Full attention: host 0 computes the whole prompt."""
 
     name = "full"
-    splits = False
-    is_exact = True
+    facts = METHOD_FACTS["full"]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         out, _ = self.attend_within(q, (k, v), scale)

@@ -8,6 +8,7 @@ attention.
 import torch
 from torch import Tensor
 
+from ...config import METHOD_FACTS
 from ...kernels.torch_attention import empty_output
 from .base import PartialAttention, PrefillMethod
 from .ring_library import Ring, usable_ring
@@ -20,7 +21,7 @@ class ZigzagRingMethod(PrefillMethod):
     """
 
     name = "zigzag_ring"
-    is_exact = True
+    facts = METHOD_FACTS["zigzag_ring"]
     zigzag = True
 
     def prepare(self) -> None:

@@ -49,7 +49,7 @@ def build_engine(
     is_draft = is_beside and hosts.rank == hosts.size - 1
     needs_draft = (
         speculate
-        and STRATEGIES[speculate.strategy].needs_draft_model
+        and STRATEGIES[speculate.strategy].facts.needs_draft_model
         and (is_draft or not is_beside)
     )
     build = partial(families.build_model, family, dtype=dtype, layers=layers)
