@@ -351,7 +351,7 @@ class _Planner:
                 by_layer=self.method.gathers_by_layer(self.prefill),
                 visual=context if prompt.num_visual else range(0),
                 num_encoded=prompt.num_encoded,
-                encodes_all=not self.prefill.frame_parallel,
+                encodes_all=not self.prefill.ablation.frame_parallel,
                 chunk=prompt.chunk_bytes,
             )
             memory.append(of_host)
@@ -401,7 +401,7 @@ class _Planner:
         context_stop = _TOKENS_BEFORE + video.num_rows + video.num_text_tokens
 
         # A host encodes its share of the temporal patches, chunk by chunk.
-        num_encoders = self.num_hosts if self.prefill.frame_parallel else 1
+        num_encoders = self.num_hosts if self.prefill.ablation.frame_parallel else 1
         share = ceil(video.num_patches / num_encoders)
         frame_bytes = FRAME_COPIES * 3 * height * width * num_frames
         pixel_bytes = PIXEL_COPIES * video.pixel_bytes
@@ -516,7 +516,7 @@ def _draft_memory(
     settings: SpeculativeConfig | None, dtype: str | torch.dtype
 ) -> _DraftMemory | None:
     """Return the draft model's memory; None if no draft model is needed."""
-    if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
+    if settings is None or not STRATEGIES[settings.strategy].facts.needs_draft_model:
         return None
     if settings.draft_model is None:
         raise InvalidConfigError(f"{settings.strategy} needs a draft_model")

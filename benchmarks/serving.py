@@ -48,7 +48,7 @@ from apbv.serve.log import FIELDS
 from apbv.serve.openai_batch import Batch
 from apbv.serve.report import report
 from apbv.serve.server import run_worker
-from apbv.serve.settings import ServerSettings
+from apbv.serve.settings import MediaLimits, ServerSettings
 from apbv.speculate import STRATEGIES
 
 from support.arguments import parser_of
@@ -140,7 +140,7 @@ def ask_a_server(
     settings = ServerSettings(
         model="benchmark",
         media_dir=Path(options.video or ".").resolve().parent,
-        max_frames=options.frames,
+        media=MediaLimits(max_frames=options.frames),
         max_queue=options.requests,
         max_running=ways[0].max_running,
     )
@@ -177,7 +177,8 @@ def ask_a_batch(
         ValueError: an answer is not the expected one.
     """
     media = Path(options.video or ".").resolve().parent
-    settings = ServerSettings(model="benchmark", media_dir=media, max_frames=options.frames)
+    limits = MediaLimits(max_frames=options.frames)
+    settings = ServerSettings(model="benchmark", media_dir=media, media=limits)
     if not hosts.is_leader:
         run_worker(engine, hosts, settings)
         return [], 0.0

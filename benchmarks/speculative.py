@@ -93,7 +93,7 @@ def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
         for policy in policies:
             is_pruned = prunes(SpeculativeConfig(strategy=strategy, keep=policy))
             prunings = ["prompt"]
-            if is_pruned and not STRATEGIES[strategy].runs_target:
+            if is_pruned and not STRATEGIES[strategy].facts.runs_target:
                 prunings = options.prune
             sizes_of_way = sizes if is_pruned else whole
             for (size, kept), pruning, gamma in product(

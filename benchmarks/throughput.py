@@ -33,7 +33,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from apbv import HostGroup
-from apbv.config import METHOD_NAMES, SPARSE_NAMES
+from apbv.config import METHOD_NAMES, SPARSE_NAMES, AblationConfig
 from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
@@ -93,7 +93,8 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     configs = {}
     if "rows" in preset and not options.methods:
         for label, settings in preset["rows"].items():
-            configs[label] = replace(base, **settings)
+            ablation = AblationConfig(**settings.get("ablation", {}))
+            configs[label] = replace(base, **(settings | {"ablation": ablation}))
     else:
         methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
         for name in methods:
@@ -103,7 +104,7 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     cases_on_several: list[Case] = []
     for num_hosts in numbers_of_hosts:
         for label, config in configs.items():
-            if METHODS[config.method].splits:
+            if METHODS[config.method].facts.splits:
                 case = Case(label, config, num_hosts)
                 same_kind = cases_on_several
             else:
@@ -168,7 +169,8 @@ def records(
                 "early_passing_len",
                 "comm_bytes",
             ),
-            **fields_of(case.config, "importance", *SWITCHES),
+            "importance": case.config.importance,
+            **fields_of(case.config.ablation, *SWITCHES),
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": stages_ms,

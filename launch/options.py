@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from apbv.config import (
     DTYPE_NAMES,
     FRAME_RATE,
-    SPARSE_NAMES,
+    SPARSE_CONFIGS,
     STRATEGY_NAMES,
     DecodeConfig,
+    FlexPrefillConfig,
     PrefillConfig,
     ReduceConfig,
     ReuseConfig,
     SamplingParams,
+    SpargeAttnConfig,
     SparseConfig,
     SpeculativeConfig,
     VideoConfig,
+    XAttentionConfig,
 )
 from apbv.errors import ApbvError, InvalidConfigError
 from apbv.reporting import raised_as, report_error
@@ -92,16 +95,11 @@ DECODE = _of(DecodeConfig, "cuda_graphs", "generation_config")
 VIDEO = _of(VideoConfig, "chunk_bytes")
 THREADS = _of(VideoConfig, "threads")
 REDUCE = _of(ReduceConfig, "method", "ratio", "layer", "asked_by", prefix="reduce")
-SPARSE = _of(
-    SparseConfig,
-    "method",
-    "threshold",
-    "block_size",
-    "stride",
-    "similarity",
-    "divergence",
-    "min_blocks",
-    prefix="sparse",
+SPARSE = (
+    *_of(SparseConfig, "method", "threshold", "block_size", prefix="sparse"),
+    *_of(XAttentionConfig, "stride", prefix="sparse"),
+    *_of(SpargeAttnConfig, "similarity", prefix="sparse"),
+    *_of(FlexPrefillConfig, "divergence", "min_blocks", prefix="sparse"),
 )
 DRAFT = _of(
     SpeculativeConfig,
@@ -400,23 +398,30 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
         InvalidConfigError: an option has no effect.
     """
     settings = given(options, SparseConfig)
+    method = settings.get("method")
+    if method is None and options.method in SPARSE_CONFIGS:
+        method = options.method
+    if settings and method is None:
+        name = _name_of_option(SparseConfig, next(iter(settings)))
+        raise InvalidConfigError(f"{name} needs --sparse, or a sparse --method")
+    # Some options are of one method alone.
+    for owner, config in SPARSE_CONFIGS.items():
+        own = given(options, config)
+        if own and method != owner:
+            name = _name_of_option(config, next(iter(own)))
+            raise InvalidConfigError(f"{name} needs --sparse or --method {owner}")
+        settings |= own
     if not settings:
         return None
-    method = settings.get("method")
-    if method is None and options.method in SPARSE_NAMES:
-        method = options.method
-    for setting in SPARSE:
-        if setting.field not in settings:
-            continue
-        # Some options are of one method alone.
-        owner = _field_of(setting).metadata["of"]
-        if method is None or owner not in (None, method):
-            needed = f"--sparse or --method {owner}"
-            if owner is None:
-                needed = "--sparse, or a sparse --method"
-            raise InvalidConfigError(f"--{setting.name.replace('_', '-')} needs {needed}")
-    settings["method"] = method
-    return SparseConfig(**settings)
+    return SparseConfig(**(settings | {"method": method}))
+
+
+def _name_of_option(config: type, field_name: str) -> str:
+    """Return the option of a config field."""
+    for setting in _SETTINGS:
+        if setting.config is config and setting.field == field_name:
+            return f"--{setting.name.replace('_', '-')}"
+    raise KeyError(field_name)
 
 
 def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:

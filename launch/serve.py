@@ -37,7 +37,7 @@ from apbv.launch.options import (
 )
 from apbv.refusals import refuse
 from apbv.serve.log import LOG_FORMATS
-from apbv.serve.settings import ServerSettings
+from apbv.serve.settings import KVTransferSettings, MediaLimits, ServerSettings
 from apbv.versions import how_to_install
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     requests.add_argument(
         "--served-model-name", metavar="NAME", help="model name in requests (default: --model)"
     )
-    for each in fields(ServerSettings):
-        if "about" in each.metadata:
+    for each in (*fields(ServerSettings), *fields(MediaLimits)):
+        if "help" in each.metadata:
             assert each.default is not MISSING, "a limit has a default"
-            _add_limit(requests, each.name, each.default, each.metadata["about"])
+            _add_limit(requests, each.name, each.default, each.metadata["help"])
     requests.add_argument(
         "--media-dir", type=Path, metavar="DIR", help="files for requests, on every host"
     )
@@ -268,13 +268,18 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     """
     from apbv.kv.wire import own_address
 
+    kv_transfer = None
+    if options.kv_transfer is not None:
+        kv_transfer = KVTransferSettings(
+            host=options.kv_host or own_address(options.host),
+            port=options.kv_port or 0,
+            seconds=options.kv_seconds or KVTransferSettings.seconds,
+        )
     return request_settings(
         options,
         api_key=options.api_key or os.environ.get("APBV_API_KEY") or None,
         cors_origins=tuple(options.cors_origin),
-        kv_host=options.kv_transfer and (options.kv_host or own_address(options.host)),
-        kv_port=options.kv_port or 0,
-        kv_seconds=options.kv_seconds or ServerSettings.kv_seconds,
+        kv_transfer=kv_transfer,
     )
 
 
@@ -284,11 +289,16 @@ def request_settings(options: argparse.Namespace, **more: Any) -> ServerSettings
         "model": options.served_model_name or options.model,
         "num_frames": options.frames,
         "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
+        "media": MediaLimits(**_some(vars(options), MediaLimits)),
+        "kv_transfer": None,
         **more,
     }
-    return ServerSettings(
-        **{each.name: given[each.name] for each in fields(ServerSettings) if each.name in given}
-    )
+    return ServerSettings(**_some(given, ServerSettings))
+
+
+def _some(values: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:

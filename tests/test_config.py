@@ -2,19 +2,26 @@
 given."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
 
 from apbv import PrefillConfig, SparseConfig, SpeculativeConfig, config
+from apbv.config import AblationConfig
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.speculate import STRATEGIES
 
+from apbv_tests.configs import prefill_config
+
 # fields(): the name of every switch, so that one added later is covered.
-SWITCHES = [
-    field.name for field in dataclasses.fields(PrefillConfig) if field.type in (bool, "bool")
-]
+SWITCHES = {
+    field.name: kind
+    for kind in (PrefillConfig, AblationConfig)
+    for field in dataclasses.fields(kind)
+    if field.type in (bool, "bool")
+}
 
 
 def test_defaults_are_the_method_of_the_paper():
@@ -22,8 +29,24 @@ def test_defaults_are_the_method_of_the_paper():
     assert (settings.method, settings.importance, settings.kv) == ("apbv", "peak", "gathered")
     assert settings.anchor_len is None and settings.passing_len is None
     on = {"overlap", "fused_query", "zigzag", "frame_parallel"}
-    assert {name for name in SWITCHES if getattr(settings, name)} == on
+    assert {name for name, kind in SWITCHES.items() if getattr(kind(), name)} == on
     assert set(SWITCHES) - on == {"anchor_query", "on_single_host"}
+
+
+def test_parts_of_the_method_are_a_group_and_have_their_former_names_until_the_next_release():
+    with pytest.warns(DeprecationWarning, match=r"PrefillConfig\(ablation=AblationConfig\(zigzag="):
+        former = PrefillConfig(zigzag=False)
+    assert former == PrefillConfig(ablation=AblationConfig(zigzag=False))
+    with pytest.warns(DeprecationWarning, match=r"is now PrefillConfig\.ablation\.zigzag$"):
+        assert not former.zigzag
+    # A part that was left out before stays so.
+    with pytest.warns(DeprecationWarning):
+        assert dataclasses.replace(former, overlap=False) == prefill_config(
+            zigzag=False, overlap=False
+        )
+    with pytest.raises(ValueError, match=r"^overlap must be true or false, not 1$"):
+        PrefillConfig(overlap=1)
+    assert not former.shared["ablation"]["zigzag"], "it must be the same on every host"
 
 
 @pytest.mark.parametrize("name", ["anchor_len", "passing_len"])
@@ -55,9 +78,11 @@ def test_unknown_names_are_refused_with_the_known_ones(settings, name, known):
 
 def test_the_names_are_those_of_the_registries():
     """The command line offers them without importing what they stand for."""
+    assert {name: method.facts for name, method in METHODS.items()} == config.METHOD_FACTS
     assert tuple(METHODS) == config.METHOD_NAMES
     assert tuple(BACKENDS) == config.BACKEND_NAMES
     assert tuple(STRATEGIES) == config.STRATEGY_NAMES
+    assert {name: way.facts for name, way in STRATEGIES.items()} == config.STRATEGY_FACTS
     for name in config.DTYPE_NAMES:
         assert name == "auto" or isinstance(getattr(torch, name), torch.dtype)
 
@@ -73,7 +98,7 @@ def test_sparse_attention_of_one_host_is_the_method_of_its_name():
         (sparse, 2, "apbv"),
         ({**sparse, "on_single_host": True}, 1, "apbv"),
     ):
-        assert resolve_method(PrefillConfig(**settings), num_hosts).name == name
+        assert resolve_method(prefill_config(**settings), num_hosts).name == name
 
 
 def test_thresholds_are_those_of_the_papers():
@@ -95,13 +120,37 @@ OUT_OF_RANGE = {
 }
 
 
+OWNERS = {"divergence": "flexprefill", "min_blocks": "flexprefill"}
+
+
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_sparse_settings_out_of_range(name):
     message, *values = OUT_OF_RANGE[name]
     for value in values:
         with pytest.raises(ValueError) as raised:
-            SparseConfig(**{"method": "spargeattn", name: value})
+            SparseConfig(**{"method": OWNERS.get(name, "spargeattn"), name: value})
         assert str(raised.value) == f"{message}, not {value!r}"
+
+
+def test_every_sparse_method_has_a_config_with_its_own_settings():
+    assert tuple(config.SPARSE_CONFIGS) == config.SPARSE_NAMES
+    for name, kind in config.SPARSE_CONFIGS.items():
+        made = SparseConfig(method=name, block_size=64)
+        assert type(made) is kind and made == kind(block_size=64)
+        for copied in (dataclasses.replace(made), pickle.loads(pickle.dumps(made))):
+            assert type(copied) is kind and copied == made
+        others = {"stride": 8, "similarity": 0.5, "divergence": 0.5, "min_blocks": 2}
+        own = {field.name for field in dataclasses.fields(kind)}
+        for setting, value in others.items():
+            if setting in own:
+                assert getattr(SparseConfig(method=name, **{setting: value}), setting) == value
+                continue
+            with pytest.raises(ValueError, match=rf"^sparse {setting} is a setting of .*: {name} "):
+                SparseConfig(method=name, **{setting: value})
+    with pytest.raises(
+        ValueError, match=r"^sparse method must be one of xattention, not 'spargeat"
+    ):
+        config.XAttentionConfig(method="spargeattn")
 
 
 def test_a_stride_divides_a_block():

@@ -17,6 +17,8 @@ from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 from apbv.prefilling.reduction import LAYER_REDUCERS, REDUCERS
 from apbv.speculate.strategies import STRATEGIES
 
+from apbv_tests.configs import prefill_config
+
 Config = PrefillConfig | SpeculativeConfig
 
 
@@ -35,7 +37,7 @@ class Row(NamedTuple):
 
 
 def prefill(table: str, name: str, **settings) -> Row:
-    return Row(table, name, lambda: PrefillConfig(**settings))
+    return Row(table, name, lambda: prefill_config(**settings))
 
 
 def sparse(table: str, name: str, method: str, **settings) -> Row:

@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from apbv.config import (
+    KEEP_POLICIES,
+    LAYER_REDUCER_NAMES,
+    METHOD_NAMES,
+    REDUCER_NAMES,
+    STRATEGY_NAMES,
+)
 from apbv.model.families.table import ROWS, WHY_UNSUPPORTED
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
     ("apbv.errors",),
-    ("apbv.refusals", "apbv.pending"),
+    ("apbv.refusals", "apbv.pending", "apbv.reporting"),
     (
         "apbv.torchvision_guard",
         "apbv.allocator",
@@ -29,7 +36,6 @@ LAYERS = (
         "apbv.schemas",
         "apbv.device_copy",
         "apbv.versions",
-        "apbv.reporting",
         "apbv.kernels",
     ),
     ("apbv.hosts", "apbv.demo", "apbv.grammar"),
@@ -179,6 +185,34 @@ def test_only_tests_of_benchmarks_import_their_code():
         for name, line in imports(tree, module, path.name == "__init__.py"):
             if starts_with(name, "support"):
                 found.append(f"{module}:{line}: imports {name}")
+    assert not found, "\n".join(found)
+
+
+def comparisons(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Texts with which a file compares something for equality, alone or among others."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        operands = [node.left, *node.comparators]
+        for operand in operands:
+            texts = operand.elts if isinstance(operand, (ast.Tuple, ast.List, ast.Set)) else []
+            if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+                texts = [operand]
+            for text in texts:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text.value, node.lineno
+
+
+def test_no_file_compares_the_names_of_methods_strategies_reducers_and_keep_policies():
+    """What depends on one of them is a fact in ``apbv/config/facts.py``."""
+    names = {*METHOD_NAMES, *STRATEGY_NAMES, *KEEP_POLICIES, *REDUCER_NAMES, *LAYER_REDUCER_NAMES}
+    is_of_package = {("apbv.reporting", "apbv")}
+    found = [
+        f"{module}:{line}: compares {text!r}"
+        for module, path in OURS.items()
+        for text, line in comparisons(ast.parse(path.read_text(encoding="utf-8")))
+        if text in names and (module, text) not in is_of_package
+    ]
     assert not found, "\n".join(found)
 
 

@@ -5,6 +5,14 @@ check its options before these are loaded.
 """
 
 from .answering import DecodeConfig, ReuseConfig, SamplingParams
+from .facts import (
+    KEEP_FACTS,
+    METHOD_FACTS,
+    STRATEGY_FACTS,
+    KeepFacts,
+    MethodFacts,
+    StrategyFacts,
+)
 from .names import (
     BACKEND_NAMES,
     CUDA_GRAPH_MODES,
@@ -25,5 +33,18 @@ from .names import (
     SPARSE_NAMES,
     STRATEGY_NAMES,
 )
-from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig
+from .prefill import (
+    FRAME_RATE,
+    AblationConfig,
+    PrefillConfig,
+    ReduceConfig,
+    VideoConfig,
+)
+from .sparse import (
+    SPARSE_CONFIGS,
+    FlexPrefillConfig,
+    SpargeAttnConfig,
+    SparseConfig,
+    XAttentionConfig,
+)
 from .speculative import SpeculativeConfig, longest_window

@@ -60,7 +60,6 @@ def setting(
     may_be: Callable[[Any], bool],
     kind: type = str,
     choices: Sequence[str | int] | None = None,
-    of: str | None = None,
     help: str | None = None,
 ):
     """Make a field.
@@ -70,7 +69,6 @@ def setting(
         may_be: whether a value meets it.
         kind: type of the command-line option.
         choices: the allowed names.
-        of: the only method that has this setting.
         help: what the command line says of it; None: it is not an option there.
     """
     about = {
@@ -78,7 +76,6 @@ def setting(
         "may_be": may_be,
         "kind": kind,
         "choices": choices,
-        "of": of,
         "help": help,
     }
     return field(default=default, metadata=about)

@@ -1,5 +1,7 @@
 """Names of the registries, and other constants, without importing torch."""
 
+from .facts import KEEP_FACTS, METHOD_FACTS, REDUCER_FACTS, STRATEGY_FACTS
+
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
 REUSE_MODES = ("exact", "kv")
@@ -7,43 +9,21 @@ CUDA_GRAPH_MODES = ("auto", "off")
 GENERATION_CONFIGS = ("auto", "neutral")
 PRUNINGS = ("kv", "prompt")
 HIPPO_TERMS = ("attention", "time", "space")
-# Those that choose from a video's frames alone, with which HIPPO's Figure 7 compares.
-FRAME_POLICIES = ("frames", "transitions", "dycoke")
-KEEP_POLICIES = (
-    "specvlm",
-    "attention",
-    "uv_prune",
-    "hippo",
-    *FRAME_POLICIES,
-    "even",
-    "random",
-    "full",
-)
+# The names in the registries, which need torch: a command line lists them without importing it.
+METHOD_NAMES = tuple(METHOD_FACTS)
+SPARSE_NAMES = tuple(name for name, facts in METHOD_FACTS.items() if facts.is_sparse)
+STRATEGY_NAMES = tuple(STRATEGY_FACTS)
+KEEP_POLICIES = tuple(KEEP_FACTS)
+FRAME_POLICIES = tuple(name for name, facts in KEEP_FACTS.items() if facts.selects_frames)
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128
 # Frames per second: more than any camera's, and small enough for times of years to be counted
 # exactly.
 MAX_FPS = 1e9
-# The names in the registries, which need torch: a command line lists them without importing it.
-SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
-METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 # Before the language model, and between its layers.
-REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
-LAYER_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm")
+REDUCER_NAMES = tuple(name for name, facts in REDUCER_FACTS.items() if not facts.between_layers)
+LAYER_REDUCER_NAMES = tuple(name for name, facts in REDUCER_FACTS.items() if facts.between_layers)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-STRATEGY_NAMES = (
-    "vanilla",
-    "sd_tree",
-    "specvlm",
-    "hippo",
-    "parallelvlm",
-    "text_only",
-    "tabed",
-    "std",
-    "streaming",
-    "layerskip",
-    "ngram",
-)

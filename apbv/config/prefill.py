@@ -4,25 +4,23 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InvalidConfigError
 from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
+from .facts import METHOD_FACTS, REDUCER_FACTS
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
     IMPORTANCE_NAMES,
     KV_PLACEMENTS,
-    LAYER_REDUCER_NAMES,
     MAX_FPS,
     METHOD_NAMES,
-    REDUCER_NAMES,
-    SPARSE_NAMES,
 )
+from .regrouped import regrouped
+from .sparse import SparseConfig
 
 _MOST_TOKENS = 2**31 - 1
 # The requirement on a frame rate, and its check.
 FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", Allowed((int, float), lambda fps: 0 < fps <= MAX_FPS)
-_THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,96 +48,6 @@ class VideoConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseConfig(Checked, name="sparse "):
-    """Settings for block-sparse attention: how blocks are selected, per query head and layer.
-
-    Blocks that are not selected are skipped.
-
-    Attributes:
-        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
-            ``"flexprefill"`` (Lai et al., 2025), as in their authors' code; differences are listed
-            in :mod:`apbv.prefilling.methods.block_selection` and
-            :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: share of a query block's estimated attention mass that the selected blocks hold,
-            τ. None: 0.9 for ``"xattention"`` (its authors' for video) and 0.95 for
-            ``"flexprefill"`` (its authors' γ), and 0.96 for ``"spargeattn"``, as the APB-V paper
-            has it (Section 5.1). 1: all blocks are computed: attention is dense.
-        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys,
-            or half as many for ``"spargeattn"``.
-        stride: of ``"xattention"``: tokens per group, which has one score; must divide the block
-            size.
-        similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most
-            this, θ, are always computed; -1 .. 1. 0.3 in the APB-V paper.
-        divergence: of ``"flexprefill"``: a head is query-aware if the square root of the
-            Jensen-Shannon divergence between its last queries' attention and its estimate from
-            block means is below this, τ; 0 .. 1. 0.1 is its authors'. 0: all heads are
-            vertical-slash, as MInference (Jiang et al., 2024) has most of them.
-        min_blocks: of ``"flexprefill"``: minimum number of vertical and slash lines of blocks
-            computed in every head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
-
-    Raises:
-        InvalidConfigError: the method is unknown, or a number is out of range.
-    """
-
-    method: str = one_of(
-        SPARSE_NAMES,
-        "xattention",
-        help="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
-    )
-    threshold: float | None = number(
-        "lie in 0 < threshold <= 1",
-        lambda t: 0 < t <= 1,
-        None,
-        help="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
-    )
-    block_size: int = one_of((32, 64, 128, 256), 128, help="query-block size in tokens")
-    stride: int = integer(1, 256, 16, of="xattention", help="xattention: tokens per score")
-    similarity: float = number(
-        "lie in -1 .. 1",
-        lambda cosine: -1 <= cosine <= 1,
-        0.3,
-        of="spargeattn",
-        help="spargeattn: always compute blocks of mean cosine similarity <= X",
-    )
-    divergence: float = number(
-        "lie in 0 .. 1",
-        lambda root: 0 <= root <= 1,
-        0.1,
-        of="flexprefill",
-        help="flexprefill: heads with sqrt(JSD) below X are query-aware",
-    )
-    min_blocks: int = integer(
-        1,
-        _MOST_TOKENS,
-        8,
-        of="flexprefill",
-        help="flexprefill: minimum vertical and slash blocks per head",
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.block_size % self.stride:
-            raise InvalidConfigError(
-                f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens"
-            )
-
-    @property
-    def share(self) -> float:
-        """The threshold in force."""
-        return _THRESHOLDS[self.method] if self.threshold is None else self.threshold
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether no blocks are skipped, so that attention is dense."""
-        return self.share == 1
-
-    @property
-    def key_block(self) -> int:
-        """Keys per block."""
-        return self.block_size // 2 if self.method == "spargeattn" else self.block_size
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReduceConfig(Checked, name="reduce "):
     """Settings for visual-token pruning: which visual tokens the language model reads.
 
@@ -163,9 +71,7 @@ class ReduceConfig(Checked, name="reduce "):
             the method's.
     """
 
-    method: str = one_of(
-        REDUCER_NAMES + LAYER_REDUCER_NAMES, help="visual-token pruning method (default: none)"
-    )
+    method: str = one_of(tuple(REDUCER_FACTS), help="visual-token pruning method (default: none)")
     ratio: float = number(
         "lie in 0 < ratio <= 1",
         lambda share: 0 < share <= 1,
@@ -186,18 +92,18 @@ class ReduceConfig(Checked, name="reduce "):
 
     def __post_init__(self):
         super().__post_init__()
-        ranks_by_asking = self.method in ("fastv", "pdrop")
+        facts = REDUCER_FACTS[self.method]
         refuse(
             reduce_layer=self.layer is not None,
             reduce_asked_by=self.asked_by is not None,
-            early_reduction=None if self.prunes_between_layers else self.method,
-            other_ranking=None if ranks_by_asking else self.method,
+            early_reduction=None if facts.between_layers else self.method,
+            other_ranking=None if facts.ranks_by_asking else self.method,
         )
 
     @property
     def prunes_between_layers(self) -> bool:
         """Whether tokens are pruned between the language model's layers."""
-        return self.method in LAYER_REDUCER_NAMES
+        return REDUCER_FACTS[self.method].between_layers
 
     @property
     def layer_reduction(self) -> str | None:
@@ -218,6 +124,38 @@ class ReduceConfig(Checked, name="reduce "):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AblationConfig(Checked):
+    """Parts of APB-V that benchmarks and tests switch off; together they are what makes it fast.
+
+    Which methods have them: ``"apbv"`` all, ``"zigzag_ring"`` the overlap, and every method that
+    splits prompts ``frame_parallel`` and ``on_single_host``.
+
+    Attributes:
+        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
+            transfer to host 0 behind MLPs.
+        fused_query: run query and context in one forward pass (Section 4.2; "F").
+        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
+            "Z").
+        frame_parallel: each host reads and encodes its share of the frames, images and audio, and
+            gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
+            "V"). Off, every host reads and encodes everything, as one process does, and no
+            embeddings are exchanged.
+        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
+            is exact, and to which every method degenerates without other hosts to share the work.
+
+    Raises:
+        InvalidConfigError: a switch is not true or false.
+    """
+
+    overlap: bool = switch(True)
+    fused_query: bool = switch(True)
+    zigzag: bool = switch(True)
+    frame_parallel: bool = switch(True)
+    on_single_host: bool = switch(False)
+
+
+@regrouped("ablation", AblationConfig)
+@dataclass(frozen=True, kw_only=True)
 class PrefillConfig(Checked):
     """Prefill settings.
 
@@ -225,9 +163,8 @@ class PrefillConfig(Checked):
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes
             everything), ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``,
             ``"star"``, and on host 0 alone ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``,
-            which are ``"full"`` with sparse attention. Of the settings below, lengths, importance
-            and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
-            importance, ``"zigzag_ring"`` the overlap.
+            which are ``"full"`` with sparse attention. Of the settings below, lengths and
+            importance are for ``"apbv"`` and ``"apb"``.
         anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a
             quarter of n. 0: no anchor (Table 9).
         anchor_query: put the question in front of the context in the anchor, as APB has it: the
@@ -246,18 +183,6 @@ class PrefillConfig(Checked):
         importance: how the l_p pairs are ranked; see
             :func:`apbv.prefilling.methods.importance.importance_of`. ``"peak"`` is this project's
             own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
-        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
-            transfer to host 0 behind MLPs.
-        fused_query: run query and context in one forward pass (Section 4.2; "F").
-        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
-            "Z").
-        frame_parallel: each host reads and encodes its share of the frames, images and audio, and
-            gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
-            "V"). Off, every host reads and encodes everything, as one process does, and no
-            embeddings are exchanged. It is a setting here, beside the other switches of Table 4,
-            and not one of ``video``, because it must be the same on every host.
-        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
-            is exact, and to which every method degenerates without other hosts to share the work.
         kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as
             it was computed.
         backend: the kernels that compute attention, here and in decoding; a name in
@@ -268,6 +193,7 @@ class PrefillConfig(Checked):
             context block with ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys,
             and the question's, stays dense. None: dense, except for a method that is itself sparse.
         reduce: visual-token pruning; None: none.
+        ablation: parts of the method, for benchmarks and tests.
 
     Raises:
         InvalidConfigError: a length is negative or absurd, a name is unknown, or the method has no
@@ -301,11 +227,6 @@ class PrefillConfig(Checked):
         "peak",
         help="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
     )
-    overlap: bool = switch(True)
-    fused_query: bool = switch(True)
-    zigzag: bool = switch(True)
-    frame_parallel: bool = switch(True)
-    on_single_host: bool = switch(False)
     kv: str = one_of(
         KV_PLACEMENTS, "gathered", help="gather the KV cache on host 0, or keep it sharded"
     )
@@ -313,6 +234,7 @@ class PrefillConfig(Checked):
     video: VideoConfig = instance_of(VideoConfig, default=VideoConfig())
     sparse: SparseConfig | None = instance_of(SparseConfig)
     reduce: ReduceConfig | None = instance_of(ReduceConfig)
+    ablation: AblationConfig = instance_of(AblationConfig, default=AblationConfig())
 
     def __post_init__(self):
         super().__post_init__()
@@ -334,26 +256,23 @@ class PrefillConfig(Checked):
         reduce = self.reduce
         sparse = self.sparse
         attention = self.sparse_attention
-        has_anchor = self.method in ("apbv", "apb")
-        is_other = (
-            sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
-        )
-        without = "without an anchor" if has_anchor else f"method {self.method}"
-        has_no_anchor = not has_anchor or self.anchor_len == 0
-        is_dense = self.method in ("zigzag_ring", "ulysses")
+        facts = METHOD_FACTS[self.method]
+        is_other = sparse is not None and facts.is_sparse and sparse.method != self.method
+        without = "without an anchor" if facts.has_anchor else f"method {self.method}"
+        has_no_anchor = not facts.has_anchor or self.anchor_len == 0
         return {
             "anchor_query": self.anchor_query,
             "no_anchor": without if has_no_anchor else None,
             "reduction": None if reduce is None else reduce.method,
             "layer_reduction": None if reduce is None else reduce.layer_reduction,
             "sparse": None if attention is None else attention.method,
-            "dense_method": self.method if is_dense else None,
+            "dense_method": None if facts.takes_sparse else self.method,
             "other_sparse_method": self.method if is_other else None,
         }
 
     @property
     def sparse_attention(self) -> SparseConfig | None:
         """The sparse-attention settings in force; None if attention is dense."""
-        if self.sparse is None and self.method in SPARSE_NAMES:
+        if self.sparse is None and METHOD_FACTS[self.method].is_sparse:
             return SparseConfig(method=self.method)
         return self.sparse

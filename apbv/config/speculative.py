@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..refusals import refuse
 from .checks import Checked, described, integer, number, one_of, setting, switch
+from .facts import STRATEGY_FACTS
 from .names import (
     CONTEXTS,
     DEFAULT_KEEP_RATIO,
@@ -179,4 +180,4 @@ class SpeculativeConfig(Checked):
     @property
     def needs_caption(self) -> bool:
         """Whether the draft reads a caption instead of visual tokens."""
-        return self.strategy == "tabed" and "C" in self.ensemble
+        return STRATEGY_FACTS[self.strategy].reads_contexts and "C" in self.ensemble

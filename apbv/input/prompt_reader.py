@@ -269,7 +269,7 @@ class PromptReader:
             with hosts.local_stage("comparing frames"):
                 source = Source(FileIdentity.of(video.info.path), video.frames)
                 tokens = self._kept.get(source) if video.kept is None else video.kept
-            if self._config.frame_parallel:
+            if self._config.ablation.frame_parallel:
                 tokens = self._compare_together(video, tokens, hosts, timer)
             else:
                 with hosts.local_stage("comparing frames"):
@@ -354,7 +354,7 @@ class PromptReader:
             input_ids = tokenized.batch["input_ids"]
             visual = None
             audio = None
-            encoders = encoding_hosts(hosts, self._config.frame_parallel)
+            encoders = encoding_hosts(hosts, self._config.ablation.frame_parallel)
             if tokenized.items:
                 visual = share_out(tokenized.items, encoders)
             if tokenized.sounds:

@@ -106,7 +106,7 @@ def prefill(
                 inputs,
                 hosts,
                 query_len=config.query_len,
-                frame_parallel=config.frame_parallel,
+                frame_parallel=config.ablation.frame_parallel,
             )
         _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
@@ -148,7 +148,7 @@ def prefill(
             by_layer=method.gathers_by_layer(config),
             tensor_parallel=parts.tensor_parallel[1],
             visual=visual_tokens,
-            encodes_all=not config.frame_parallel,
+            encodes_all=not config.ablation.frame_parallel,
         )
     room = Room(memory, inputs.num_tokens, hosts)
     room.require()
@@ -251,12 +251,12 @@ def _require_shared_out(inputs: ModelInputs, hosts: HostGroup, config: PrefillCo
         InvalidConfigError: they are shared out over the hosts and should not be, or the other way
             round.
     """
-    should_be_shared_out = config.frame_parallel and hosts.size > 1
+    should_be_shared_out = config.ablation.frame_parallel and hosts.size > 1
     for media in (inputs.visual, inputs.audio):
         if media is not None and media.is_shared_out != should_be_shared_out:
             raise InvalidConfigError(
-                f"the prefill has frame_parallel={config.frame_parallel}, but its inputs were made "
-                "for another number of hosts, or with another frame_parallel"
+                f"the prefill has frame_parallel={config.ablation.frame_parallel}, but its inputs "
+                "were made for another number of hosts, or with another frame_parallel"
             )
 
 
@@ -277,7 +277,7 @@ def _plan(
     layout = method_type.plan(
         hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config
     )
-    if not layout.is_split and method_type.splits:
+    if not layout.is_split and method_type.facts.splits:
         if hosts.is_leader:
             how = "alone, exactly" if config.sparse is None else "alone"
             warn_caller(

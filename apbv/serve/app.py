@@ -105,7 +105,7 @@ class _Endpoints:
         self._model = settings.model
         self._bodies = Bodies(settings.max_body_bytes)
         self._max_model_len = worker.reader.max_model_len
-        self._json_limits = JsonLimits.for_requests(self._max_model_len, settings.max_frames)
+        self._json_limits = JsonLimits.for_requests(self._max_model_len, settings.media.max_frames)
         self._started = int(time.time())
         self._num_answering = 0  # requests that are being answered
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")

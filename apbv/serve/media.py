@@ -173,7 +173,7 @@ def open_media(
     if ":" in url[:16]:
         scheme = url[: url.index(":")].lower()
     if scheme == "data":
-        with private_files.holding(_decode_data(url, settings.max_media_bytes)) as path:
+        with private_files.holding(_decode_data(url, settings.media.max_media_bytes)) as path:
             yield Media("the inline data", None, path)
     elif scheme in ("http", "https"):
         with private_files.holding(fetch(url, settings, deadline)) as path:
@@ -252,7 +252,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
         MediaError: the host or its address is not allowed, or the file is too large, too slow or
             not to be had.
     """
-    deadline = deadline or time.monotonic() + settings.fetch_seconds
+    deadline = deadline or time.monotonic() + settings.media.fetch_seconds
     host = _host_of(url, settings)
     for _ in range(1 + _MAX_REDIRECTS):
         if _host_of(url, settings) != host:
@@ -263,7 +263,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
                 connection.request("GET", _request_target(url), headers=headers)
                 response = connection.getresponse()
                 if response.status == 200:
-                    data = _read(response, host, settings.max_media_bytes)
+                    data = _read(response, host, settings.media.max_media_bytes)
                     # A response that the deadline cuts off may look complete.
                     if time.monotonic() >= deadline:
                         raise TimeoutError
@@ -274,8 +274,8 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 message = (
-                    f"fetching took more than {settings.fetch_seconds:g} s; the last file came "
-                    f"from {host}"
+                    f"fetching took more than {settings.media.fetch_seconds:g} s; the last file "
+                    f"came from {host}"
                 )
                 raise MediaError(message) from error
             if isinstance(error, MediaError):

@@ -440,7 +440,7 @@ class Reader:
     ) -> tuple[list[Media], dict[str, Any]]:
         """Open a chat's files; return them, and the fields of an order's question."""
         settings = self._settings
-        deadline = time.monotonic() + settings.fetch_seconds
+        deadline = time.monotonic() + settings.media.fetch_seconds
         media: list[Media] = []
         messages = []
         for index, message in enumerate(request.messages or ()):
@@ -453,8 +453,8 @@ class Reader:
                 if part.type == "text":
                     parts.append({"type": "text", "text": part.text})
                     continue
-                if len(media) == settings.max_frames:
-                    limit = f"at most {settings.max_frames} videos and images are allowed"
+                if len(media) == settings.media.max_frames:
+                    limit = f"at most {settings.media.max_frames} videos and images are allowed"
                     raise ApiError(400, limit, param="messages")
                 _require_wanted(is_wanted)
                 field = f"messages.{index}.content.{part_index}.{part.type}"
@@ -463,9 +463,9 @@ class Reader:
                 media.append(file)
         template_variables = request.chat_template_kwargs or {}
         warn_of_ignored("chat_template_kwargs", template_variables.keys() - self._template_words)
-        num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
-        if num_frames > settings.max_frames:
-            limit = f"num_frames may be at most {settings.max_frames}"
+        num_frames = request.num_frames or min(self._num_frames, settings.media.max_frames)
+        if num_frames > settings.media.max_frames:
+            limit = f"num_frames may be at most {settings.media.max_frames}"
             raise ApiError(400, limit, param="num_frames")
         question_fields = {
             "messages": messages,
@@ -534,10 +534,10 @@ class Reader:
     ) -> TokenizedPrompt:
         """Find the prompt's tokens, and what it shows; errors are not yet those of the API."""
         settings = self._settings
-        deadline = time.monotonic() + settings.fetch_seconds
+        deadline = time.monotonic() + settings.media.fetch_seconds
 
         def check(num_packets: int) -> None:
-            if num_packets >= settings.max_packets or time.monotonic() > deadline:
+            if num_packets >= settings.media.max_packets or time.monotonic() > deadline:
                 raise PromptError(f"a video takes too long to scan: {num_packets} packets or more")
             _require_wanted(is_wanted)
 
@@ -546,7 +546,7 @@ class Reader:
         for file, kind in zip(media, _file_kinds(question_fields), strict=True):
             if kind == "image":
                 image_sizes.append(_image_size(file))
-        _require_small("images", image_sizes, settings.max_image_bytes, _IMAGE_COPIES)
+        _require_small("images", image_sizes, settings.media.max_image_bytes, _IMAGE_COPIES)
 
         # Text.
         paths = [file.path for file in media]
@@ -558,17 +558,17 @@ class Reader:
         infos = [self._videos.probe(path, check) for path in rendered.videos]
         videos = prompts.sample(infos, question, rendered.sampling)
         num_frames = len(image_sizes) + sum(len(video.frames) for video in videos)
-        if num_frames > settings.max_frames:
+        if num_frames > settings.media.max_frames:
             message = (
                 f"the videos and images have {num_frames} frames, but at most "
-                f"{settings.max_frames} are allowed; ask for fewer with num_frames, which applies "
-                "per video"
+                f"{settings.media.max_frames} are allowed; ask for fewer with num_frames, which "
+                "applies per video"
             )
             raise ApiError(400, message, param="messages")
         frame_sizes = []
         for video in videos:
             frame_sizes += [(1, video.info.most_pixels)] * len(video.frames)
-        _require_small("frames", frame_sizes, settings.max_decoded_bytes)
+        _require_small("frames", frame_sizes, settings.media.max_decoded_bytes)
 
         _require_wanted(is_wanted)
         return prompts.lay_out(rendered, videos)

@@ -132,12 +132,12 @@ def run_worker(
 
         # Connect the hosts; collective over those that prefill, and those that decode alone.
         offers = None
-        if settings.kv_host is not None and engine.prefills:
+        if settings.kv_transfer is not None and engine.prefills:
             offers = Offers(
                 engine.hosts,
-                host=settings.kv_host,
-                port=settings.kv_port,
-                seconds=settings.kv_seconds,
+                host=settings.kv_transfer.host,
+                port=settings.kv_transfer.port,
+                seconds=settings.kv_transfer.seconds,
                 on_end=None if scheduler is None else scheduler.end_offer,
             )
             stack.enter_context(offers)
@@ -213,7 +213,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     if engine.draft_model is not None:
         token_bytes += _token_bytes(engine.draft_model)
     speculate = engine.speculative_config
-    if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
+    if speculate is not None and STRATEGIES[speculate.strategy].facts.runs_target:
         token_bytes *= 2  # at most as much of the prompt is copied for the draft
 
     # The KV of the longest request that must run.

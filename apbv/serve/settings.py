@@ -6,9 +6,46 @@ from pathlib import Path
 _MIB = 2**20
 
 
-def _limit(default: float | None, about: str):
+def _limit(default: float | None, help: str):
     """Make a field for a limit, with its help text."""
-    return field(default=default, metadata={"about": about})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Limits of the videos, images and audio of one request.
+
+    Attributes:
+        max_frames: maximum frames of all videos of a request, plus its images.
+        max_packets: maximum packets of a video (about one per frame).
+        max_media_bytes: maximum size of one file that is sent inline or fetched.
+        max_decoded_bytes: maximum bytes of one request's frames as RGB, in their stored size.
+        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first
+            frame of an animation is decoded.
+        fetch_seconds: time limit for fetching all files of a request.
+    """
+
+    max_frames: int = _limit(2048, "maximum frames of a request's videos, plus its images")
+    max_packets: int = _limit(2**20, "maximum packets per video (about one per frame)")
+    max_media_bytes: int = _limit(64 * _MIB, "maximum size in MiB of a file sent or fetched")
+    max_decoded_bytes: int = _limit(8192 * _MIB, "maximum MiB of a request's decoded frames")
+    max_image_bytes: int = _limit(3072 * _MIB, "maximum MiB to decode a request's images")
+    fetch_seconds: float = _limit(30.0, "seconds to fetch a request's files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferSettings:
+    """How another server, such as vLLM, fetches the KV of prompts.
+
+    Attributes:
+        host: address on which each process listens for KV consumers.
+        port: the port of that address; 0: any free one.
+        seconds: how long exported KV waits to be fetched.
+    """
+
+    host: str
+    port: int = 0
+    seconds: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +64,7 @@ class ServerSettings:
         max_body_bytes: largest request body.
         max_model_len: maximum tokens of prompt and answer together; None: the model's context
             length.
-        max_frames: maximum frames of all videos of a request, plus its images.
-        max_packets: maximum packets of a video (about one per frame).
-        max_media_bytes: maximum size of one file that is sent inline or fetched.
-        max_decoded_bytes: maximum bytes of one request's frames as RGB, in their stored size.
-        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first
-            frame of an animation is decoded.
-        fetch_seconds: time limit for fetching all files of a request.
+        media: limits of a request's videos, images and audio.
         fps: the default of the requests' field of this name.
         temperature, top_p, max_new_tokens, num_frames: the defaults of the requests' fields of
             these names; None: the engine's.
@@ -43,9 +74,7 @@ class ServerSettings:
         cors_origins: origins of the browser clients that may read responses; ``*``: any.
         grace: seconds that running requests get after SIGTERM.
         api_key: the bearer token that /v1/* requires; None: none.
-        kv_host: address on which each process listens for KV consumers; None: no KV transfer.
-        kv_port: the port of that address; 0: any free one.
-        kv_seconds: how long exported KV waits to be fetched.
+        kv_transfer: how KV consumers reach this server; None: no KV transfer.
     """
 
     model: str = "demo"
@@ -61,12 +90,7 @@ class ServerSettings:
     max_model_len: int | None = _limit(
         None, "maximum tokens of prompt and answer (default: the model's)"
     )
-    max_frames: int = _limit(2048, "maximum frames of a request's videos, plus its images")
-    max_packets: int = _limit(2**20, "maximum packets per video (about one per frame)")
-    max_media_bytes: int = _limit(64 * _MIB, "maximum size in MiB of a file sent or fetched")
-    max_decoded_bytes: int = _limit(8192 * _MIB, "maximum MiB of a request's decoded frames")
-    max_image_bytes: int = _limit(3072 * _MIB, "maximum MiB to decode a request's images")
-    fetch_seconds: float = _limit(30.0, "seconds to fetch a request's files")
+    media: MediaLimits = MediaLimits()
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -77,6 +101,4 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     grace: float = 20.0
     api_key: str | None = field(default=None, repr=False)
-    kv_host: str | None = None
-    kv_port: int = 0
-    kv_seconds: float = 120.0
+    kv_transfer: KVTransferSettings | None = None

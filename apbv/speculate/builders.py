@@ -6,12 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..config import KEEP_FACTS
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
 from .draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
-from .frame_selection import FRAME_SELECTIONS, keep_from_frames
+from .frame_selection import keep_from_frames
 from .hippo import local_semantics, with_relevance
 
 
@@ -24,18 +25,16 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     keep = task.keep
     count = task.num_kept
     total = task.inputs.num_visual_tokens
-    if not total or keep == "full":
+    assert keep is not None, "the strategy has a choice of visual tokens"
+    facts = KEEP_FACTS[keep]
+    if not total or not facts.prunes:
         return torch.arange(total)
-    if keep in ("attention", "uv_prune"):
-        return keep_best(task.read_scores(), count)
-    if keep == "specvlm":
-        return keep_specvlm(task.read_scores(), count)
-    if keep == "even":
-        return keep_even(total, count)
-    if keep == "random":
-        return keep_random(total, count, task.sampling.seed)
+    if facts.ranks_by_prefill:
+        return _BY_SCORES[keep](task.read_scores(), count)
+    if keep in _BY_NUMBER:
+        return _BY_NUMBER[keep](total, count, task.sampling.seed)
     assert rows is not None, "the draft has embedded the visual tokens"
-    if keep in FRAME_SELECTIONS:
+    if facts.selects_frames:
         return keep_from_frames(task.draft_parts, task.inputs, rows, task.hosts, keep, count)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
     terms = task.config.hippo_terms
@@ -49,7 +48,8 @@ def draft_by_model(task: DraftTask) -> Draft:
     """Draft with the draft model, on all text and sound, and on visual tokens by ``task.keep``."""
     rows = encode_visual(task.draft_parts, task.inputs.visual)
     all_visual = torch.arange(task.inputs.num_visual_tokens)
-    if not len(all_visual) or task.keep == "full":
+    assert task.keep is not None, "the strategy has a choice of visual tokens"
+    if not len(all_visual) or not KEEP_FACTS[task.keep].prunes:
         return _draft_on_tokens(task, rows, all_visual)
     if task.config.prune == "prompt":
         return _draft_on_tokens(task, rows, kept_visual_tokens(task, rows))
@@ -197,3 +197,14 @@ def keep_random(num_tokens: int, count: int, seed: int) -> Tensor:
     """Return random places, ascending."""
     order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))
     return order[:count].sort().values
+
+
+def _keep_even(num_tokens: int, count: int, seed: int) -> Tensor:
+    """Return evenly spaced places, ascending."""
+    return keep_even(num_tokens, count)
+
+
+# Policies that rank visual tokens by scores of the target's prefill, and those that look at neither
+# scores nor frames.
+_BY_SCORES = {"specvlm": keep_specvlm, "attention": keep_best, "uv_prune": keep_best}
+_BY_NUMBER = {"even": _keep_even, "random": keep_random}

@@ -151,7 +151,7 @@ class SequentialSpeculation(DecodeLoop):
         tokens; other drafts read the whole prompt.
         """
         config = self._config
-        runs_target = STRATEGIES[config.strategy].runs_target
+        runs_target = STRATEGIES[config.strategy].facts.runs_target
         scores = None
         if observer is not None:
             scores = observer.result

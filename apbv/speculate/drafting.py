@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .. import demo
 from ..config import (
-    FRAME_POLICIES,
+    KEEP_FACTS,
     DecodeConfig,
     PrefillConfig,
     SamplingParams,
@@ -103,7 +103,7 @@ class Drafting:
         if self._config is None:
             return None
         require_consistent(self._config, prefill, self._hosts, self._captioner is not None)
-        if not STRATEGIES[self._config.strategy].needs_draft_model:
+        if not STRATEGIES[self._config.strategy].facts.needs_draft_model:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
         if name is None:
@@ -133,7 +133,7 @@ class Drafting:
             if self._has_draft_host and not self.drafts_only:
                 return None
             draft, reader = load_model(path, dtype, self._hosts)
-            if STRATEGIES[config.strategy].reads_text_only:
+            if STRATEGIES[config.strategy].facts.reads_text_only:
                 require_same_tokens(processor, reader)
             return draft
 
@@ -170,7 +170,7 @@ class Drafting:
         # A draft host has to read requests itself.
         if config is None or config.draft_host:
             return models
-        strategy = STRATEGIES[config.strategy]
+        strategy = STRATEGIES[config.strategy].facts
         if strategy.needs_draft_model:
             if draft is None:
                 raise InvalidConfigError(f"the strategy {config.strategy} needs a draft model")
@@ -196,7 +196,7 @@ class Drafting:
         """
         keep = None if self._config is None else keep_policy(self._config)
         visual = inputs.visual
-        if keep == "hippo" or keep in FRAME_POLICIES:
+        if keep is not None and KEEP_FACTS[keep].needs_frames:
             if visual is not None and visual.kind == "image":
                 raise InvalidRequestError(
                     f"keep={keep!r} selects frames, but the prompt has no video"
@@ -213,7 +213,7 @@ class Drafting:
             return Autoregressive(models.own_target, hosts)
         if not config.draft_host:
             tokenize = partial(tokenizer.encode, add_special_tokens=False)
-            draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
+            draft = models.draft if STRATEGIES[config.strategy].facts.needs_draft_model else None
             return SequentialSpeculation(
                 models.own_target, draft, hosts, config, tokenize, self._captioner
             )

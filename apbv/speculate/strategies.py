@@ -1,12 +1,17 @@
-"""Drafting strategies by name, with the requirements and capabilities of each."""
+"""Drafting strategies by name, with what they need of the target's prefill."""
 
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from ..config import PrefillConfig, SpeculativeConfig
+from ..config import (
+    KEEP_FACTS,
+    STRATEGY_FACTS,
+    PrefillConfig,
+    SpeculativeConfig,
+    StrategyFacts,
+)
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
@@ -17,10 +22,6 @@ from .draft import Draft, DraftTask
 from .score_observers import HeadAttention, Relevance, SimilarityChange
 from .tree import Tree
 
-# Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of
-# attention.
-_BY_PREFILL = ("specvlm", "attention", "uv_prune")
-
 
 def _no_observer(config: SpeculativeConfig, parts: ModelParts) -> None:
     return None
@@ -28,53 +29,43 @@ def _no_observer(config: SpeculativeConfig, parts: ModelParts) -> None:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a strategy drafts, and what it needs.
+    """How a strategy drafts.
 
     Attributes:
+        facts: what the config knows of it, by its name.
         build: builds the draft from a prefilled prompt; collective.
         observer: makes the strategy's observer of the target's prefill; returns None if it needs
             none.
-        needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of
-            a host would not be forced to draft the same tokens.
-        prunes_kv: whether ``keep_ratio`` or ``keep_tokens`` limits the visual KV of a target that
-            drafts itself.
-        needs_verdicts: whether the draft learns from every verification before it drafts on, so
-            that it has to take turns with the target.
-        keep: the default policy that chooses the visual tokens which the draft sees; None if none
-            can be chosen.
-        drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
-        num_tree_nodes: the default size of the draft tree; None for a chain.
-        reads_text_only: whether the draft model sees only the prompt's text, so that any model with
-            the target's tokens will do.
     """
 
+    facts: StrategyFacts
     build: Callable[[DraftTask], Draft]
     observer: Callable[[SpeculativeConfig, ModelParts], PrefillObserver | None] = _no_observer
-    needs_draft_model: bool = False
-    runs_target: bool = False
-    prunes_kv: bool = False
-    needs_verdicts: bool = False
-    keep: str | None = None
-    drafts_trees: bool = True
-    num_tree_nodes: int | None = None
-    reads_text_only: bool = False
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
     """Return the keep policy for the draft's visual tokens."""
-    return config.keep or STRATEGIES[config.strategy].keep
+    return config.keep or STRATEGY_FACTS[config.strategy].keep
 
 
 def prunes(config: SpeculativeConfig) -> bool:
     """Return whether ``keep_ratio`` or ``keep_tokens`` limits the draft's visual tokens."""
-    return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
+    return STRATEGY_FACTS[config.strategy].prunes_kv or _selects(keep_policy(config))
+
+
+def _selects(keep: str | None) -> bool:
+    """Return whether a draft's prompt is without some visual tokens."""
+    return keep is not None and KEEP_FACTS[keep].prunes
 
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     """Return whether the draft's visual tokens are chosen by scores of the target's prefill."""
     keep = keep_policy(config)
-    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
+    if keep is None:
+        return False
+    facts = KEEP_FACTS[keep]
+    has_term_of_prefill = facts.ranks_by_terms and "attention" in config.hippo_terms
+    return facts.ranks_by_prefill or has_term_of_prefill
 
 
 def _head_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:
@@ -84,39 +75,29 @@ def _head_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObser
 def _keep_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
     """Return the observer whose scores the keep policy ranks by; None if it needs none."""
     keep = keep_policy(config)
-    if keep == "uv_prune":
+    if keep is not None and KEEP_FACTS[keep].ranks_by_change:
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
     return Relevance() if ranks_by_prefill(config) else None
 
 
-_by_model = partial(Strategy, builders.draft_by_model, _keep_observer, needs_draft_model=True)
 STRATEGIES: dict[str, Strategy] = {
-    "vanilla": _by_model(keep="full"),
-    "sd_tree": _by_model(keep="full", num_tree_nodes=25),
-    "specvlm": _by_model(keep="specvlm"),
-    "hippo": _by_model(keep="hippo"),
-    "parallelvlm": _by_model(keep="uv_prune"),
-    "text_only": Strategy(builders.draft_text_only, needs_draft_model=True, reads_text_only=True),
-    "tabed": Strategy(
-        builders.draft_by_ensemble,
-        _keep_observer,
-        needs_draft_model=True,
-        needs_verdicts=True,
-        keep="full",
-        drafts_trees=False,
-    ),
-    "std": Strategy(
-        builders.draft_on_attended_kv, _head_observer, runs_target=True, prunes_kv=True
-    ),
-    "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
-    "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
-    "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
+    "vanilla": Strategy(STRATEGY_FACTS["vanilla"], builders.draft_by_model, _keep_observer),
+    "sd_tree": Strategy(STRATEGY_FACTS["sd_tree"], builders.draft_by_model, _keep_observer),
+    "specvlm": Strategy(STRATEGY_FACTS["specvlm"], builders.draft_by_model, _keep_observer),
+    "hippo": Strategy(STRATEGY_FACTS["hippo"], builders.draft_by_model, _keep_observer),
+    "parallelvlm": Strategy(STRATEGY_FACTS["parallelvlm"], builders.draft_by_model, _keep_observer),
+    "text_only": Strategy(STRATEGY_FACTS["text_only"], builders.draft_text_only),
+    "tabed": Strategy(STRATEGY_FACTS["tabed"], builders.draft_by_ensemble, _keep_observer),
+    "std": Strategy(STRATEGY_FACTS["std"], builders.draft_on_attended_kv, _head_observer),
+    "streaming": Strategy(STRATEGY_FACTS["streaming"], builders.draft_on_latest_kv),
+    "layerskip": Strategy(STRATEGY_FACTS["layerskip"], builders.draft_by_first_layers),
+    "ngram": Strategy(STRATEGY_FACTS["ngram"], builders.draft_by_ngrams),
 }
 
 
 def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree | None:
     """Return the draft tree for a vocabulary of ``vocab_size`` tokens; None for a chain."""
-    num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
+    num_nodes = config.num_tree_nodes or STRATEGY_FACTS[config.strategy].num_tree_nodes
     if num_nodes is None:
         return None
     return Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
@@ -128,7 +109,7 @@ def draft_batching_obstacle(config: SpeculativeConfig) -> str | None:
         return "a draft host drafts for one answer"
     if draft_tree(config) is not None:
         return "a draft tree is verified alone"
-    if STRATEGIES[config.strategy].needs_verdicts:
+    if STRATEGY_FACTS[config.strategy].needs_verdicts:
         return f"{config.strategy} learns from every verification"
     return None
 
@@ -147,9 +128,9 @@ def require_consistent(
         InvalidConfigError: settings do so; the message says which and why.
     """
     name = config.strategy
-    strategy = STRATEGIES[config.strategy]
+    strategy = STRATEGY_FACTS[config.strategy]
     keep = keep_policy(config)
-    drops_nothing = keep in (None, "full") or strategy.needs_verdicts
+    drops_nothing = not _selects(keep) or strategy.needs_verdicts
     ranking = f"keep={keep!r}" if ranks_by_prefill(config) else None
     refuse(
         **prefill.features,
@@ -184,16 +165,17 @@ def require_effective(config: SpeculativeConfig, given_settings: Collection[str]
         InvalidConfigError: the strategy, or its choice of visual tokens, ignores one of them.
     """
     name = config.strategy
-    strategy = STRATEGIES[config.strategy]
+    strategy = STRATEGY_FACTS[config.strategy]
     keep = keep_policy(config)
-    prunes_prompt = keep not in (None, "full") and not strategy.needs_verdicts
+    prunes_prompt = _selects(keep) and not strategy.needs_verdicts
+    ranks_by_terms = keep is not None and KEEP_FACTS[keep].ranks_by_terms
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
-        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
+        ("hippo_terms", ranks_by_terms, "does not rank visual tokens by HIPPO's scores"),
         ("prune", prunes_prompt, "prunes nothing from its draft's prompt or KV"),
-        ("layer_ratio", name == "layerskip", "runs all layers of its draft"),
-        ("ensemble", name == "tabed", "drafts from one prompt"),
+        ("layer_ratio", strategy.skips_layers, "runs all layers of its draft"),
+        ("ensemble", strategy.reads_contexts, "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given_settings and not applies:

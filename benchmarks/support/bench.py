@@ -106,7 +106,7 @@ class Bench:
                 prompt.batch,
                 hosts,
                 prompt.query_start,
-                frame_parallel=config.frame_parallel,
+                frame_parallel=config.ablation.frame_parallel,
             )
             hosts.barrier()
             first_lap = None

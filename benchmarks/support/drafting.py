@@ -119,7 +119,7 @@ def build_ways(
 
     # The draft.
     needs_draft = options.draft_host or any(
-        STRATEGIES[config.strategy].needs_draft_model for config in configs.values()
+        STRATEGIES[config.strategy].facts.needs_draft_model for config in configs.values()
     )
     draft_engine = None
     draft = None
@@ -192,7 +192,7 @@ def _configs_with_variants(
         return scaled
     with_draft_host = {}
     for label, config in scaled.items():
-        strategy = STRATEGIES[config.strategy]
+        strategy = STRATEGIES[config.strategy].facts
         can_have_host = strategy.needs_draft_model and not strategy.needs_verdicts
         if can_have_host and draft_tree(config) is None:
             with_draft_host[f"{label}, draft host"] = replace(config, draft_host=True)

@@ -32,6 +32,7 @@ from apbv import (
     SpeculativeConfig,
     prefill,
 )
+from apbv.config import AblationConfig
 from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
 from apbv.input.prompt_reader import PromptReader
@@ -149,7 +150,7 @@ def numbers_of_hosts(method: str, options: argparse.Namespace, hosts: HostGroup)
     """
     if hosts.size > 1:
         return [hosts.size]
-    if METHODS[method].splits:
+    if METHODS[method].facts.splits:
         return sorted(set(options.hosts) - {1})
     return [1]
 
@@ -399,6 +400,8 @@ def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[st
                 speculate = SpeculativeConfig(**value)
             elif name == "keeps":
                 keeps = value
+            elif name == "ablation":
+                fields[name] = AblationConfig(**value)
             elif name == "sparse":
                 fields[name] = SparseConfig(**value)
             elif name == "reduce":

@@ -15,6 +15,7 @@ from apbv.prefilling import methods
 from apbv.prefilling.encode import encode_visual
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.prompts import text_batch
 from support.cost_model import ATTENTION, Shape, Video, cost, explain, flop_ratio, work_ratio
 
@@ -57,7 +58,7 @@ def planned(
     method: str, num_hosts: int, num_tokens: int, query: int = 32, **options
 ) -> ContextLayout:
     return methods.METHODS[method].plan(
-        num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options)
+        num_hosts, num_tokens, 0, num_tokens - query, prefill_config(**options)
     )
 
 
@@ -72,7 +73,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
     inputs = ModelInputs.from_processor(
         inspect_model(model), {"input_ids": ids}, hosts, query_start=140
     )
-    config = PrefillConfig(
+    config = prefill_config(
         kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options}
     )
     with flop_counter() as counter:
@@ -170,7 +171,7 @@ def clip_batch(family: str) -> dict:
 def video_job(hosts: HostGroup, family: str, options: dict):
     model = families.build_model(family)
     parts = inspect_model(model)
-    config = PrefillConfig(kv="sharded", passing_len=3, anchor_len=20, **options)
+    config = prefill_config(kv="sharded", passing_len=3, anchor_len=20, **options)
     inputs = ModelInputs.from_processor(parts, clip_batch(family), hosts)
     with flop_counter() as counter:
         encode_visual(parts, inputs.visual)

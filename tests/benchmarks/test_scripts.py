@@ -162,7 +162,9 @@ def test_methods_differ_where_they_should(run, tmp_path):
         "apbv, dot",
         "apbv, as its authors",
     }
-    assert all((r["hosts"] == 8) == r["simulated"] == METHODS[r["method"]].splits for r in records)
+    assert all(
+        (r["hosts"] == 8) == r["simulated"] == METHODS[r["method"]].facts.splits for r in records
+    )
 
     def right(label: str) -> int:
         counts = [

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
+from apbv import HostGroup, SamplingParams, prefill
 
 from apbv_tests.answers import plain_tokens
+from apbv_tests.configs import prefill_config
 from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES
 from apbv_tests.prompts import (
     ALL_FAMILIES,
@@ -23,7 +24,7 @@ def continuation_job(
 ):
     """Greedy tokens, and those of model.generate after the hand-off."""
     model = build(family, torch.float32)
-    config = PrefillConfig(method=method, kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
+    config = prefill_config(method=method, kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     inputs = as_inputs(family, batch, query_start, hosts)
     state = prefill(model, inputs, hosts=hosts, config=config)
     assert state.method == method

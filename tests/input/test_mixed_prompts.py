@@ -10,6 +10,7 @@ from PIL import Image
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig, prefill
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.engines import write_clip
 from apbv_tests.families import IMAGE_FAMILIES, VIDEO_FAMILIES
 from apbv_tests.pairs import each_choice
@@ -110,7 +111,7 @@ def logits_by_transformers(family: str, messages: list[dict], nested: bool = Tru
 def logits_job(hosts: HostGroup, family: str, messages: list[dict], settings: dict):
     """The prompt's last logits, and how many temporal patches every host encodes."""
     model = families.build_model(family, dtype=torch.float64)
-    engine = Engine(model, families.build_processor(family), hosts, PrefillConfig(**settings))
+    engine = Engine(model, families.build_processor(family), hosts, prefill_config(**settings))
     state = engine.prefill(messages=messages, num_frames=FRAMES)
     return state.logits, [len(share) for share in state.inputs.visual.patches]
 

@@ -27,6 +27,7 @@ from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 from apbv_tests import families, video_files
+from apbv_tests.configs import prefill_config
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import by_processor, relative_error, sampled
 
@@ -127,7 +128,7 @@ def prompts_job(hosts: HostGroup, messages: list[dict], compresses: bool, settin
     """A prompt's tokens, its last logits, how many tokens each of its temporal patches has, and the
     shares."""
     model = families.build_model(FAMILY, dtype=torch.float64)
-    engine = Engine(model, build_processor(compresses), hosts, PrefillConfig(**settings))
+    engine = Engine(model, build_processor(compresses), hosts, prefill_config(**settings))
     state = engine.prefill(messages=messages, num_frames=FRAMES)
     visual = state.inputs.visual
     return state.inputs.input_ids, state.logits, list(map(len, visual.frames)), visual.patches
@@ -274,7 +275,7 @@ def test_drafts_read_what_is_left(pool, clips):
 def reduced_job(hosts: HostGroup, messages: list[dict], compresses: bool = True):
     """The number of visual tokens after a reduction to half, or why there is none."""
     model = families.build_model(FAMILY, dtype=torch.float64)
-    config = PrefillConfig(
+    config = prefill_config(
         method="apbv", on_single_host=True, reduce=ReduceConfig(method="fastvid", ratio=0.5)
     )
     engine = Engine(model, build_processor(compresses), hosts, config)

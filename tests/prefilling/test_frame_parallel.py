@@ -11,7 +11,6 @@ from apbv import (
     Engine,
     HostGroup,
     ModelInputs,
-    PrefillConfig,
     ReduceConfig,
     ReuseConfig,
     SpeculativeConfig,
@@ -26,6 +25,7 @@ from apbv.prefilling import forward
 from apbv.prefilling.methods import METHODS
 
 from apbv_tests import audio_files, families
+from apbv_tests.configs import prefill_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.families import OMNI, VIDEO_FAMILIES
 from apbv_tests.omni_prompts import omni_batch
@@ -66,7 +66,7 @@ def encoding_job(hosts: HostGroup, family: str, batch: dict, settings: dict):
 
     forward.encode_and_exchange = counted
     try:
-        config = PrefillConfig(video=ONE_PATCH, **settings)
+        config = prefill_config(video=ONE_PATCH, **settings)
         state = prefill(model, dict(batch), hosts=hosts, config=config)
     finally:
         forward.encode_and_exchange = exchange
@@ -106,7 +106,7 @@ def test_every_host_encodes_all_frames_and_none_are_sent(pool, family, num_hosts
 
 
 @each_choice(
-    method=[name for name, method in METHODS.items() if method.splits],
+    method=[name for name, method in METHODS.items() if method.facts.splits],
     num_hosts=[2, 3],
     family=["qwen3_vl", "llava_onevision"],
 )
@@ -205,7 +205,7 @@ def ending_job(hosts: HostGroup, clip: str, how: str):
     """How a request ends in the middle of its frames, and what is answered then."""
     model = families.build_model("qwen2_5_vl", dtype=torch.float64)
     processor = families.build_processor("qwen2_5_vl")
-    engine = Engine(model, processor, hosts, PrefillConfig(video=ONE_PATCH, **OFF))
+    engine = Engine(model, processor, hosts, prefill_config(video=ONE_PATCH, **OFF))
     encode = model.model.get_video_features
     calls = []
     asked = []
@@ -244,7 +244,7 @@ def mismatch_job(hosts: HostGroup, of_inputs: bool, of_prefill: bool) -> str:
     parts = inspect_model(build("qwen2_5_vl", torch.float32))
     batch = video_batch("qwen2_5_vl")
     inputs = ModelInputs.from_processor(parts, batch, hosts, frame_parallel=of_inputs)
-    config = PrefillConfig(frame_parallel=of_prefill)
+    config = prefill_config(frame_parallel=of_prefill)
     try:
         prefill(parts, inputs, hosts=hosts, config=config)
     except ValueError as error:
@@ -265,7 +265,7 @@ def test_inputs_are_made_for_the_way_in_which_they_are_encoded(pool):
 
 def test_a_plan_counts_all_embeddings_and_the_chunks_of_all_frames():
     def encoding(num_hosts: int, **settings) -> list[dict[str, int]]:
-        config = PrefillConfig(video=VideoConfig(chunk_bytes=2**40), **settings)
+        config = prefill_config(video=VideoConfig(chunk_bytes=2**40), **settings)
         planned = plan("demo", num_frames=512, hosts=num_hosts, prefill=config)
         return [host.stages["encoding"] for host in planned.hosts]
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import apbv
-from apbv import HostGroup, ModelInputs, PrefillConfig
+from apbv import HostGroup, ModelInputs
 from apbv.model.parts import inspect_model
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES
 from apbv_tests.oracle import as_double, oracle_of, run_oracle
 from apbv_tests.prompts import (
@@ -84,7 +85,7 @@ def build_case(case: dict) -> tuple:
 def fuzz_job(hosts: HostGroup, case: dict) -> tuple:
     model, batch, query_start = build_case(case)
     inputs = ModelInputs.from_processor(inspect_model(model), batch, hosts, query_start)
-    config = PrefillConfig(**{"on_single_host": True, **case["settings"]})
+    config = prefill_config(**{"on_single_host": True, **case["settings"]})
     with unwritten_memory_is_nan():
         state = apbv.prefill(model, inputs, hosts=hosts, config=config)
     return state.logits, state.method, inputs.query_start, inputs.context_start

@@ -35,6 +35,7 @@ from apbv.prefilling.methods import METHODS
 from apbv.testing.simulated import SimulatedHost, share_weights, simulate
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.pairs import each_choice, pairwise
 from apbv_tests.prompts import text_batch, video_batch
 
@@ -221,7 +222,7 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
     if "hybrid" in kind:  # of a rule's chunks three are enough, as all but the first are alike
         few = lambda count: range(min(count, 3))  # noqa: E731
         monkeypatch.setattr(sys.modules[type(model).__module__], "range", few, raising=False)
-    config = PrefillConfig(query_len=64, **settings)
+    config = prefill_config(query_len=64, **settings)
 
     def job(hosts: HostGroup) -> tuple[int, HostMemory]:
         counted.live = live = LiveTensors()

@@ -3,9 +3,11 @@ its result."""
 
 import torch
 
-from apbv import HostGroup, PrefillConfig
+from apbv import HostGroup
 from apbv.hosts import Pending
 from apbv.prefilling.methods import METHODS
+
+from apbv_tests.configs import prefill_config
 
 ANCHOR = 8
 QUERY = 10
@@ -39,7 +41,7 @@ def recording(hosts: HostGroup, events: list) -> None:
 
 def order_job(hosts: HostGroup, settings: dict) -> list[tuple]:
     """What one layer does: transfers, and attention as (queries, keys of each segment, causal)."""
-    config = PrefillConfig(**CONFIG, **settings)
+    config = prefill_config(**CONFIG, **settings)
     kind = METHODS["apbv"]
     events = []
     method = kind(kind.plan(hosts.size, TOKENS, 0, TOKENS - QUERY, config), hosts, config, 1)

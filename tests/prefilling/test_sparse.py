@@ -164,7 +164,8 @@ def test_flexprefill_finds_a_pattern_for_each_head(monkeypatch, tokens):
 @each_choice(heads_at_once=[1, 2, 3, 6, 9], method=SPARSE_NAMES)
 def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads_at_once):
     """Of nine heads in three groups: one or two of a group, a group, two of the three, all."""
-    sparse = SparseConfig(method=method, block_size=32, threshold=0.5, divergence=0.5, min_blocks=1)
+    own = {"divergence": 0.5, "min_blocks": 1} if method == "flexprefill" else {}
+    sparse = SparseConfig(method=method, block_size=32, threshold=0.5, **own)
     states = [drifting_states(201, seed) for seed in range(5)]
     q, k = (
         torch.cat([q for q, _ in states], dim=1)[:, :9],

@@ -7,6 +7,7 @@ from apbv.config import REDUCER_NAMES
 from apbv.launch.plan import main
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import video_batch
 
@@ -25,7 +26,7 @@ def test_about_as_many_tokens_are_left_and_as_much_kv(
     pool, tmp_path, name, method, ratio, num_hosts
 ):
     reduce = ReduceConfig(method=name, ratio=ratio)
-    config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce)
+    config = prefill_config(method=method, kv="sharded", on_single_host=True, reduce=reduce)
     path = families.save_checkpoint("qwen2_5_vl", tmp_path, layers=LAYERS)
     memory = 10**7  # the less it is, the sooner it is found how many frames would fit
     planned = plan(

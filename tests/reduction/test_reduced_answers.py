@@ -64,7 +64,7 @@ def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv
         assert figures["num_video_tokens_before"] == 64
         assert 24 <= figures["num_video_tokens_after"] == stats["num_video_tokens"] <= 26
         assert stats["num_input_tokens"] == NUM_TEXT + stats["num_video_tokens"]
-        if METHODS[method].is_exact:
+        if METHODS[method].facts.is_exact:
             assert tokens == ask(engine_of(HostGroup.single("cpu"), reducer)).token_ids
 
 

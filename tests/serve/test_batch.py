@@ -19,8 +19,8 @@ from apbv.serve import openai_batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.openai_batch import Batch
 from apbv.serve.server import run_worker
-from apbv.serve.settings import ServerSettings
 
+from apbv_tests.configs import server_settings
 from apbv_tests.hard_schemas import many_patterns
 from apbv_tests.patience import wait_for
 from apbv_tests.pool import exit_statuses
@@ -206,7 +206,7 @@ def run(tmp_path, app, media):
     ) -> tuple[Batch, dict[str, dict]]:
         (tmp_path / "in.jsonl").write_bytes(encoded(lines))
         limits = {"num_frames": 8, "media_dir": media, "max_kv_bytes": 2**26, **limits}
-        out, settings = tmp_path / "out.jsonl", ServerSettings(**limits)
+        out, settings = tmp_path / "out.jsonl", server_settings(**limits)
         with closing(Answers(out, retry)) as answers:
             batch = Batch(Requests(tmp_path / "in.jsonl"), answers, settings, lambda _: None)
             if meanwhile is not None:

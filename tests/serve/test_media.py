@@ -23,6 +23,7 @@ from apbv.serve.request_reader import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, ChatRequest
 from apbv.serve.settings import ServerSettings
 
+from apbv_tests.configs import server_settings
 from apbv_tests.patience import HANGING
 from apbv_tests.servers import asking, data_url, part, text
 
@@ -49,13 +50,13 @@ def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> Rea
     messages = [{"role": "user", "content": [*content, text("x")]}]
     request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))
     with closing(PrivateFiles()) as private_files, ExitStack() as stack:
-        return Reader(app.engine, ServerSettings(**limits), private_files, 4096).read(
+        return Reader(app.engine, server_settings(**limits), private_files, 4096).read(
             request, stack
         )
 
 
 def test_files_of_the_folder_and_no_others(folder):
-    media = ServerSettings(media_dir=folder, max_media_bytes=100)
+    media = server_settings(media_dir=folder, max_media_bytes=100)
     for url in (
         "file",
         "sub/../file",
@@ -104,7 +105,7 @@ def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path):
 
 
 def test_inline_data_lies_in_a_private_file_and_then_nowhere():
-    media = ServerSettings(max_media_bytes=100)
+    media = server_settings(max_media_bytes=100)
     url = "data:video/mp4;base64," + base64.b64encode(b"x" * 100).decode()
     with closing(PrivateFiles()) as private_files, open_media(url, media, private_files) as found:
         assert found.path.read_bytes() == b"x" * 100 and found.path.stat().st_mode & 0o777 == 0o600
@@ -132,7 +133,7 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     port = site.server_address[1]
     here = site.url
-    media = ServerSettings(
+    media = server_settings(
         media_hosts=frozenset({"127.0.0.1", "media.example"}),
         max_media_bytes=100,
         fetch_seconds=HANGING,
@@ -149,7 +150,7 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
         with pytest.raises(MediaError, match=reason):
             fetch(f"{here}/{path}", media)
     with pytest.raises(MediaError, match=r"more than 0\.3 s"):
-        fetch(f"{here}/slow", replace(media, fetch_seconds=0.3))
+        fetch(f"{here}/slow", replace(media, media=replace(media.media, fetch_seconds=0.3)))
     # To other hosts, as itself, by a redirect, or by a name that means this machine.
     resolve = socket.getaddrinfo
     inside = {"media.example": "127.0.0.1", "other.example": "127.0.0.1"}

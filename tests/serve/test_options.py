@@ -105,21 +105,32 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
         2,
         7,
     )
-    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_host) == (
+    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_transfer) == (
         2**19,
         2 * 2**20,
         None,
     )
     assert settings.api_key == "from the environment"
-    assert (settings.max_model_len, settings.max_frames, settings.max_new_tokens) == (99, 11, 12)
+    assert (settings.max_model_len, settings.media.max_frames, settings.max_new_tokens) == (
+        99,
+        11,
+        12,
+    )
     assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (
         0.5,
         0.9,
         8,
         2,
     )
-    assert (settings.max_decoded_bytes, settings.max_image_bytes) == (4 * 2**20, 5 * 2**20)
-    assert (settings.max_packets, settings.fetch_seconds, settings.max_media_bytes) == (
+    assert (settings.media.max_decoded_bytes, settings.media.max_image_bytes) == (
+        4 * 2**20,
+        5 * 2**20,
+    )
+    assert (
+        settings.media.max_packets,
+        settings.media.fetch_seconds,
+        settings.media.max_media_bytes,
+    ) == (
         9,
         6,
         3 * 2**20,
@@ -141,6 +152,6 @@ def test_where_consumers_find_a_process(monkeypatch):
     ):
         monkeypatch.setattr(os, "environ", os.environ | environment)
         options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
-        found = settings_of(options)
-        assert found.kv_host == expected if expected else not found.kv_host.startswith("127.")
-        assert (found.kv_port, found.kv_seconds) == (0, 120.0)
+        found = settings_of(options).kv_transfer
+        assert found.host == expected if expected else not found.host.startswith("127.")
+        assert (found.port, found.seconds) == (0, 120.0)

@@ -288,9 +288,9 @@ def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, mon
 
 
 def test_a_video_of_more_packets_than_allowed_is_refused_while_they_are_listed(app, monkeypatch):
-    monkeypatch.setattr(
-        app.worker.reader, "_settings", replace(app.worker.reader._settings, max_packets=9)
-    )
+    settings = app.worker.reader._settings
+    few_packets = replace(settings, media=replace(settings.media, max_packets=9))
+    monkeypatch.setattr(app.worker.reader, "_settings", few_packets)
     monkeypatch.setattr(app.engine.videos, "_found", {})
     error = post(app, CHAT, **chat(part("video", "clip.mp4"), text("x"))).json()["error"]
     assert error["param"] == "messages" and "9 packets" in error["message"]

@@ -1,7 +1,8 @@
 """APB: one block on every host, the query in a second forward pass, no overlap."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from ...config import METHOD_FACTS
 from .apbv import ApbvMethod
 
 
@@ -13,5 +14,6 @@ class ApbMethod(ApbvMethod):
     """
 
     name = "apb"
+    facts = METHOD_FACTS["apb"]
     # O, F and Z of the APB-V paper's Table 4.
-    settings: ClassVar[dict[str, Any]] = {"overlap": False, "fused_query": False, "zigzag": False}
+    ablation: ClassVar[dict[str, bool]] = {"overlap": False, "fused_query": False, "zigzag": False}

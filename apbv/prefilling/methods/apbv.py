@@ -5,11 +5,11 @@ holds [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``ancho
 copy of prefix, question and start of the context, as in APB, which is dropped after the prefill.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ...config import PrefillConfig
+from ...config import METHOD_FACTS, PrefillConfig
 from ...hosts import Pending
 from ...kernels import select_topk
 from ...kernels.segments import Segment
@@ -54,13 +54,13 @@ class ApbvMethod(PrefillMethod):
     """
 
     name = "apbv"
-    has_passing = True
+    facts = METHOD_FACTS["apbv"]
 
     def prepare(self) -> None:
         layout = self.layout
         hosts = self.hosts
         config = self.config
-        self.separate_query = not config.fused_query
+        self.separate_query = not config.ablation.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
         # The rows of each virtual host's block on this host.
@@ -72,7 +72,8 @@ class ApbvMethod(PrefillMethod):
         self._senders = list(zip(*virtual_hosts, strict=True))
         # Ranking a block's keys needs the lse of the query's attention to the block, which is
         # computed anyway.
-        self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
+        is_ranked_by_lse = config.importance in RANKED_BY_PROBABILITY
+        self._shares_lse = config.ablation.fused_query and is_ranked_by_lse
 
     @classmethod
     def plan(
@@ -83,7 +84,7 @@ class ApbvMethod(PrefillMethod):
         query_start: int,
         config: PrefillConfig,
     ) -> ContextLayout:
-        config = replace(config, **cls.settings)
+        config = cls.in_force(config)
         layout = plan_layout(
             num_hosts=num_hosts,
             num_tokens=num_tokens,
@@ -91,7 +92,7 @@ class ApbvMethod(PrefillMethod):
             query_start=query_start,
             anchor_len=0 if config.anchor_query else config.anchor_len,
             passing_len=config.passing_len,
-            zigzag=config.zigzag,
+            zigzag=config.ablation.zigzag,
             early_passing_len=config.early_passing_len,
         )
         if not config.anchor_query:
@@ -100,8 +101,8 @@ class ApbvMethod(PrefillMethod):
 
     @classmethod
     def gathers_by_layer(cls, config: PrefillConfig) -> bool:
-        config = replace(config, **cls.settings)
-        return config.fused_query and super().gathers_by_layer(config)
+        config = cls.in_force(config)
+        return config.ablation.fused_query and super().gathers_by_layer(config)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         states = LayerQKV(q, k, v, scale, layer)
@@ -185,7 +186,7 @@ class ApbvMethod(PrefillMethod):
         rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
         q = _rows(states.q, rows)
         kv = states.pair(rows)
-        if block > 0 and sent[0] is not None and self.config.overlap:
+        if block > 0 and sent[0] is not None and self.config.ablation.overlap:
             triangle = self.attend(q, [kv], states.scale, causal_last=True)
             q_block = _rows(states.q, self._blocks[block])
             segments = self._passing_segments(block, sent)
@@ -224,7 +225,7 @@ class ApbvMethod(PrefillMethod):
         if block < len(layout.blocks) - 1:
             self._fill_passing(buffer, block, layout.num_passed(block), states, seen)
         exchange = self.hosts.all_gather(buffer)
-        if not self.config.overlap:
+        if not self.config.ablation.overlap:
             exchange.wait()
         return exchange
 
@@ -325,6 +326,6 @@ class ApbvMethod(PrefillMethod):
         rest = self.attend(q_query, segments, scale, causal_last=owns_query)
         partials = [*seen.values(), rest]
         merged = gather_and_merge(partials, self.hosts, self.config.backend, out=out)
-        if not self.config.overlap:
+        if not self.config.ablation.overlap:
             merged.wait()
         return merged

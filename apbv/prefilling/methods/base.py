@@ -5,11 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from ...config import PrefillConfig
+from ...config import METHOD_FACTS, MethodFacts, PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.segments import Segment
@@ -32,26 +32,22 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: its name in the config and on the command line.
-        is_exact: whether it computes full attention, if no blocks are skipped.
-        splits: whether the hosts share a prompt; if not, host 0 computes it alone.
+        facts: what the config knows of it, by its name.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late
             one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         num_layers: the decoder's layers.
         attention_layers: the numbers of the layers that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
-        settings: the fields of the config that the method fixes.
-        has_passing: whether context blocks pass KV pairs on to other hosts.
+        ablation: the fields of the config's ``ablation`` that the method fixes.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
 
     name: ClassVar[str]
-    is_exact: ClassVar[bool] = False
-    splits: ClassVar[bool] = True
+    facts: ClassVar[MethodFacts]
     zigzag: ClassVar[bool] = False
-    has_passing: ClassVar[bool] = False
     separate_query: bool = False
-    settings: ClassVar[dict[str, Any]] = {}
+    ablation: ClassVar[dict[str, bool]] = {}
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class PrefillMethod(ABC):
     ):
         self.layout = layout
         self.hosts = hosts
-        self.config = replace(config, **self.settings)
+        self.config = self.in_force(config)
         self.num_layers = num_layers
         self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
@@ -76,6 +72,11 @@ class PrefillMethod(ABC):
     def prepare(self) -> None:  # noqa: B027  (most methods need none)
         """Precompute data that all layers share; by default nothing."""
 
+    @classmethod
+    def in_force(cls, config: PrefillConfig) -> PrefillConfig:
+        """Return a config with what the method fixes in it."""
+        return replace(config, ablation=replace(config.ablation, **cls.ablation))
+
     @property
     def gives_exact_kv(self) -> bool:
         """Whether this prompt's KV is what full attention gives.
@@ -84,8 +85,8 @@ class PrefillMethod(ABC):
         """
         if self.blocks is not None:
             return False
-        passes_all = self.has_passing and self.layout.passing_is_complete
-        return self.is_exact or passes_all
+        passes_all = self.facts.has_passing and self.layout.passing_is_complete
+        return self.facts.is_exact or passes_all
 
     def layout_in(self, layer: int) -> ContextLayout:
         """Return the layout of a layer of attention.
@@ -126,7 +127,7 @@ class PrefillMethod(ABC):
 
         By default every token is given to one host, without an anchor.
         """
-        if not cls.splits:
+        if not cls.facts.splits:
             return single_host_layout(num_hosts, num_tokens)
         return shared_out_layout(num_hosts, num_tokens, cls.zigzag)
 
@@ -136,7 +137,7 @@ class PrefillMethod(ABC):
 
         Else all KV is sent after the last layer.
         """
-        return config.kv == "gathered" and config.overlap
+        return config.kv == "gathered" and config.ablation.overlap
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
@@ -144,7 +145,7 @@ class PrefillMethod(ABC):
 
         The limits were measured with pretrained models.
         """
-        if not cls.has_passing or layout.passing_is_complete:
+        if not cls.facts.has_passing or layout.passing_is_complete:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
             return (
@@ -178,8 +179,7 @@ class FullMethod(PrefillMethod):
     """Full attention: host 0 computes the whole prompt."""
 
     name = "full"
-    splits = False
-    is_exact = True
+    facts = METHOD_FACTS["full"]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         out, _ = self.attend_within(q, (k, v), scale)

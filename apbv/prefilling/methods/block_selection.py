@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...config import SparseConfig
+from ...config import SpargeAttnConfig, XAttentionConfig
 from ...kernels import antidiagonal_scores, block_means
 from .flexprefill import flexprefill_blocks
 
 
 def xattention_blocks(
-    q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str
+    q: Tensor, k: Tensor, scale: float, config: XAttentionConfig, backend: str
 ) -> Tensor:
     """Choose blocks as XAttention does (Xu et al., 2025), by their antidiagonals' scores.
 
@@ -40,7 +40,9 @@ def xattention_blocks(
     return torch.zeros_like(is_chosen).scatter_(3, order, is_chosen) | is_fixed
 
 
-def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
+def sparge_blocks(
+    q: Tensor, k: Tensor, scale: float, config: SpargeAttnConfig, backend: str
+) -> Tensor:
     """Choose blocks as SpargeAttn does (Zhang et al., 2025), by the scores of their means.
 
     A block of queries or keys is vague if its rows' mean cosine similarity is not above

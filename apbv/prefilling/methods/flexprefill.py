@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...config import SparseConfig
+from ...config import FlexPrefillConfig
 from ...kernels import block_means, segmented_attention
 
 # Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its
@@ -20,7 +20,7 @@ _MOST_SCORES_ON_CPU = 2**20
 
 
 def flexprefill_blocks(
-    q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str
+    q: Tensor, k: Tensor, scale: float, config: FlexPrefillConfig, backend: str
 ) -> Tensor:
     """Choose blocks as FlexPrefill does, by the last queries' attention or by estimates.
 
@@ -89,7 +89,7 @@ def flexprefill_blocks(
 
 
 def _best_lines(
-    token_shares: Tensor, block_shares: Tensor, is_aware: Tensor, config: SparseConfig
+    token_shares: Tensor, block_shares: Tensor, is_aware: Tensor, config: FlexPrefillConfig
 ) -> Tensor:
     """Choose lines of blocks: the first one, and of the others the ones with the highest sums.
 

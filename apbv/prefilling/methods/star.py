@@ -1,6 +1,6 @@
 """Star Attention, whose anchor is the whole first block."""
 
-from ...config import PrefillConfig
+from ...config import METHOD_FACTS, PrefillConfig
 from ...layout import ContextLayout, star_layout
 from .apb import ApbMethod
 
@@ -12,7 +12,7 @@ class StarMethod(ApbMethod):
     """
 
     name = "star"
-    has_passing = False
+    facts = METHOD_FACTS["star"]
 
     @staticmethod
     def plan(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...config import METHOD_FACTS
 from ...layout import split_evenly
 from .base import PrefillMethod
 
@@ -16,7 +17,7 @@ class UlyssesMethod(PrefillMethod):
     """
 
     name = "ulysses"
-    is_exact = True
+    facts = METHOD_FACTS["ulysses"]
 
     def prepare(self) -> None:
         self._lengths = [len(block) for block in self.layout.blocks]

@@ -8,6 +8,7 @@ attention.
 import torch
 from torch import Tensor
 
+from ...config import METHOD_FACTS
 from ...kernels.torch_attention import empty_output
 from .base import PartialAttention, PrefillMethod
 from .ring_library import Ring, usable_ring
@@ -20,7 +21,7 @@ class ZigzagRingMethod(PrefillMethod):
     """
 
     name = "zigzag_ring"
-    is_exact = True
+    facts = METHOD_FACTS["zigzag_ring"]
     zigzag = True
 
     def prepare(self) -> None:
@@ -46,7 +47,7 @@ class ZigzagRingMethod(PrefillMethod):
             if not is_last:
                 rows = sum(self._chunk_lengths[(owner - 1) % size])
                 exchange = self.hosts.shift(kv, (*kv.shape[:3], rows, kv.shape[4]))
-                if not self.config.overlap:
+                if not self.config.ablation.overlap:
                     exchange.wait()
             partial = self._attend_to(owner, q, kv, scale)
             if step == 0:

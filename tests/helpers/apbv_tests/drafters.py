@@ -3,11 +3,12 @@ they draft."""
 
 import torch
 
-from apbv import HostGroup, PrefillConfig, prefill
+from apbv import HostGroup, prefill
 from apbv.decode.runner import Decoder
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import Drafter, Proposal
 
+from apbv_tests.configs import prefill_config
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs
 
 STEPS = 26
@@ -41,7 +42,7 @@ def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
     """A decoder after a fresh prefill, the prefill, and a look at the whole KV on host 0."""
     parts = inspect_model(model)
     inputs = as_inputs(model.config.model_type, batch, query_start, hosts, torch.float64)
-    config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
+    config = prefill_config(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     state = prefill(model, inputs, hosts=hosts, config=config)
     decoder = Decoder(parts, state.kv, state.next_position)
     return (

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 from apbv.speculate import STRATEGIES
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 
 QUESTION = "What happens here?"
 
@@ -48,14 +49,14 @@ def build_engine(
     is_draft = is_beside and hosts.rank == hosts.size - 1
     needs_draft = (
         speculate
-        and STRATEGIES[speculate.strategy].needs_draft_model
+        and STRATEGIES[speculate.strategy].facts.needs_draft_model
         and (is_draft or not is_beside)
     )
     build = partial(families.build_model, family, dtype=dtype, layers=layers)
     model = None if is_draft else to_device(build())
     draft = to_device(build(seed=draft_seed)) if needs_draft else None
     processor = families.build_processor(family)
-    config = PrefillConfig(kv=kv, **prefill)
+    config = prefill_config(kv=kv, **prefill)
     with_draft = {"speculate": speculate, "draft": draft, "captioner": captioner}
     return Engine(model, processor, hosts, config, reuse=reuse, **with_draft)
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
-from apbv import ModelInputs, PrefillConfig, prefill
+from apbv import ModelInputs, prefill
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 from apbv.testing.simulated import share_weights
 
 from apbv_tests import families
+from apbv_tests.configs import prefill_config
 from apbv_tests.families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from apbv_tests.video_files import decode_all
 
@@ -180,8 +181,8 @@ def prefilled(
     hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64
 ):
     """A state, and what of it travels, made where memory holds NaN until it is written."""
-    config = PrefillConfig(**{"on_single_host": True, **settings})
-    inputs = as_inputs(family, batch, query_start, hosts, dtype, config.frame_parallel)
+    config = prefill_config(**{"on_single_host": True, **settings})
+    inputs = as_inputs(family, batch, query_start, hosts, dtype, config.ablation.frame_parallel)
     with unwritten_memory_is_nan():
         state = prefill(build(family, dtype), inputs, hosts=hosts, config=config)
     names = ("logits", "num_tokens", "exact", "method", "density", "reduction")

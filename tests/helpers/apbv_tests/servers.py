@@ -22,9 +22,9 @@ from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.request_reader import Reader
 from apbv.serve.scheduler import Limits, Scheduler
-from apbv.serve.settings import ServerSettings
 from apbv.serve.worker import Worker
 
+from apbv_tests.configs import server_settings
 from apbv_tests.patience import HANGING, limit, wait_for
 from apbv_tests.scripts import ROOT, started_hosts
 
@@ -190,7 +190,7 @@ class InProcess:
         self.engine = engine = model
         self.private_files = PrivateFiles()
         limited = {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
-        settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
+        settings = server_settings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
