@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from apbv_tests.documents import cells_in
 from apbv_tests.scripts import ROOT
 
 DOCS = ROOT / "docs"
@@ -15,7 +16,7 @@ def rows_under(page: Path, header: str) -> dict[str, list[str]]:
     """The rows of a page's table whose first line begins so: the other cells, by the first one."""
     text = page.read_text(encoding="utf-8")
     lines = re.match(r"(?:\|.*\n)*", text[text.index(header) :])[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    rows = [cells_in(line) for line in lines[2:]]
     return {first: cells for first, *cells in rows}
 
 

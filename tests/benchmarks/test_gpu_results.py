@@ -68,6 +68,7 @@ def predicted_parts(record: dict, gpu: str | None) -> dict[str, float]:
 
 def kernels(records: list[dict]) -> str:
     """A prefill's kernels on one host by parts, beside what the roofline predicts."""
+    header = ["kernels"]
     columns = []
     gpu = name_of_gpu(records)
     for record in of(records, "profile"):
@@ -81,26 +82,14 @@ def kernels(records: list[dict]) -> str:
             name: record["kernels_ms"].get(name, 0.0) for name in ("attention", "matrix products")
         }
         measured["the rest"] = sum(record["kernels_ms"].values()) - sum(measured.values())
-        columns.append([(measured[name], predicted[name]) for name in predicted])
-    names = ["attention", "matrix products", "the rest", "all"]
-    columns = [[*column, tuple(map(sum, zip(*column, strict=True)))] for column in columns]
-    lines = [
-        [
-            name,
-            *(
-                cell
-                for measured, least in row
-                for cell in (f"{measured:,.0f} ms", f"{least:,.0f} ms")
-            ),
-        ]
-        for name, row in zip(names, zip(*columns, strict=True), strict=True)
-    ]
-    header = [
-        each
-        for r in of(records, "profile")
-        for each in (f"`{r['label']}`, {r['hosts']}", "predicted")
-    ]
-    return markdown_table(["kernels", *header], lines)
+        measured["all"] = sum(measured.values())
+        predicted["all"] = sum(predicted.values())
+        header += [f"`{record['label']}`, {record['hosts']}", "predicted"]
+        columns += [measured, predicted]
+    lines = []
+    for name in ("attention", "matrix products", "the rest", "all"):
+        lines.append([name, *[f"{column[name]:,.0f} ms" for column in columns]])
+    return markdown_table(header, lines)
 
 
 def operators(records: list[dict]) -> str:

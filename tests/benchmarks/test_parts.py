@@ -35,6 +35,7 @@ from apbv.testing.random_models import (
 )
 from apbv.testing.simulated import simulate
 
+from apbv_tests.documents import cells_in
 from apbv_tests.patience import HANGING, wait_for
 from apbv_tests.scripts import BENCHMARKS, assert_one_line_error
 from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
@@ -154,10 +155,7 @@ def test_a_prefill_is_predicted_by_its_parts(capsys):
     shape = config_of("llama-small")
     sizes = ["--prefill", "llama-small", "--tokens", str(tokens), "--hosts", "2"]
     roofline.main([*sizes, "--gpus", "H200"])
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in capsys.readouterr().out.splitlines()
-    ]
+    rows = [cells_in(line) for line in capsys.readouterr().out.splitlines()]
     full = {row[0]: float(row[1]) for row in rows[2:-4]}
     pairs = shape.num_hidden_layers * shape.num_attention_heads * tokens * (tokens + 1) / 2
     assert full["attention"] == pytest.approx(1e3 * 4 * 64 * pairs / (0.68 * 989e12), abs=0.06)
@@ -176,10 +174,7 @@ def test_drafts_are_predicted_by_what_they_read(capsys):
     roofline.main(
         ["--draft", "llama-small", "--target", "llama-small", "--acceptance", "1", "--gpus", "H200"]
     )
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in capsys.readouterr().out.splitlines()
-    ]
+    rows = [cells_in(line) for line in capsys.readouterr().out.splitlines()]
     for num_tokens, _, _, same, tenth, std, lookup in rows[2:]:
         assert same.startswith("1.00 ×") and lookup == "17.00 × (γ = 16)"
         assert 1 < float(tenth.split()[0]) < 10

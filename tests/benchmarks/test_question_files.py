@@ -106,13 +106,14 @@ def test_a_table_says_how_many_questions_each_run_has():
         "is_choice": False,
         "figures": {},
     }
-    runs = [
-        Run(
-            {"hosts": hosts},
-            {str(n): {**record, "unit": str(n), "right": n < 2} for n in range(number)},
-        )
-        for hosts, number in ((1, 4), (2, 2))
-    ]
+
+    def run(hosts: int, num_questions: int) -> Run:
+        records = {}
+        for number in range(num_questions):
+            records[str(number)] = {**record, "unit": str(number), "right": number < 2}
+        return Run({"hosts": hosts}, records)
+
+    runs = [run(1, 4), run(2, 2)]
     row = next(line for line in markdown(runs).splitlines() if "| all |" in line)
     assert row == "| all | 50.0 (15-85) | 100.0 (34-100) | 4, 2 |"
 

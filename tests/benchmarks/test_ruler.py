@@ -250,21 +250,26 @@ def test_the_page_shows_its_records():
     said = " ".join(page.read_text(encoding="utf-8").split())
     assert f"{cells['star'][2].lstrip('+')} higher" in said
     assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
-    usual, early, longer = (
-        {
-            (r["task"], r["num_tokens"], r["index"]): r["kl"]
-            for r in records
-            if (r["label"], r["hosts"]) == (label, 8)
-        }
-        for label in ("apbv", "apbv, early l_p = n/32", "apbv, l_p = n/32")
-    )
+
+    def divergence(label: str) -> dict[tuple, float]:
+        """KL by sample."""
+        found = {}
+        for r in records:
+            if (r["label"], r["hosts"]) == (label, 8):
+                found[r["task"], r["num_tokens"], r["index"]] = r["kl"]
+        return found
+
+    usual = divergence("apbv")
+    early = divergence("apbv, early l_p = n/32")
+    longer = divergence("apbv, l_p = n/32")
     assert (
         f"to {sum(longer.values()) / sum(usual[place] for place in longer):.1f} of it on average"
         in said
     )
     assert f"n/32, to {sum(early.values()) / sum(usual[place] for place in early):.1f}." in said
-    gains = [sum(usual[place] - kl[place] for place in early) for kl in (early, longer)]
-    assert f"keeps {gains[0] / gains[1]:.2f} of this gain" in said
+    gain = sum(usual[place] - early[place] for place in early)
+    longer_gain = sum(usual[place] - longer[place] for place in early)
+    assert f"keeps {gain / longer_gain:.2f} of this gain" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
     few = {
         task: rows for (task,), rows in grouped(records, "task").items() if task in ("cwe", "fwe")
@@ -302,11 +307,8 @@ def test_the_plot_shows_the_means_of_the_table():
         c for b in blocks_in(ACCURACY) for c in commands_in(b.code) if "--plot docs/ruler.png" in c
     )
     options = ruler.parse_arguments(read_command(command).options)
-    records = [
-        r
-        for r in read_records([ROOT / path for path in options.table])
-        if r["label"] in options.rows
-    ]
+    all_records = read_records([ROOT / path for path in options.table])
+    records = [record for record in all_records if record["label"] in options.rows]
     drawn = json.loads(Image.open(ROOT / options.plot).text["Description"])
     assert drawn == json.loads(json.dumps(ruler.curves_of(records))), "draw docs/ruler.png again"
 

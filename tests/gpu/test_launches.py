@@ -177,22 +177,22 @@ def columns() -> dict[str, Counter]:
 def table() -> str:
     """The table, as it stands in the page."""
     counts = columns()
-    names = sorted(
-        set().union(*counts.values()),
-        key=lambda name: (-sum(c[name] for c in counts.values()), name),
-    )
+    all_counts = Counter()
+    for column in counts.values():
+        all_counts.update(column)
+    names = sorted(all_counts, key=lambda name: (-all_counts[name], name))
     lines = [f"| operation | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
-    lines += [
-        f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names
-    ]
-    sums = [
-        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy")))
-        for c in counts.values()
-    ]
-    lines.append(
-        f"| **total without copies and synchronizations** | {' | '.join(f'**{n}**' for n in sums)} "
-        "|"
-    )
+    for name in names:
+        cells = [str(column[name] or "") for column in counts.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    totals = []
+    for column in counts.values():
+        total = 0
+        for name, number in column.items():
+            if not name.startswith(("synchronization", "copy")):
+                total += number
+        totals.append(f"**{total}**")
+    lines.append(f"| **total without copies and synchronizations** | {' | '.join(totals)} |")
     return "\n".join(lines)
 
 

@@ -72,9 +72,8 @@ def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
                 leaving,
             ]
             assert not events.of("wait", "to_gpu", "to_host", "host_collective")
-            begun, awaited = (
-                [kinds.index((of, e.detail)) for e in exchanges] for of in ("collective", "await")
-            )
+            begun = [kinds.index(("collective", each.detail)) for each in exchanges]
+            awaited = [kinds.index(("await", each.detail)) for each in exchanges]
             # Passing blocks are on their way before the question attends, and its result before the
             # context does; the first block, of what it sees here, before anything is waited for;
             # the question is merged last.

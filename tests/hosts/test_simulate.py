@@ -128,15 +128,15 @@ def test_a_recorded_pace_replaces_measured_times():
         clock(2.0)
         return hosts.clock(), hosts.laps
 
-    runs = [simulate(2, job, noise, clock=clock) for noise in ([4.0, 0.0], [0.0, 4.0])]
-    assert [[end for end, _ in run] for run in runs] == [[7.0, 7.0], [7.0, 7.0]]
-    paces = [
-        [
-            Lap(sum(lap.cpu for lap in laps) / 2)
-            for laps in zip(*(run[host][1] for run in runs), strict=True)
-        ]
-        for host in range(2)
-    ]
+    first = simulate(2, job, [4.0, 0.0], clock=clock)
+    second = simulate(2, job, [0.0, 4.0], clock=clock)
+    assert [end for end, _ in first + second] == [7.0] * 4
+    paces = []
+    for (_, laps), (_, other_laps) in zip(first, second, strict=True):
+        pace = []
+        for lap, other_lap in zip(laps, other_laps, strict=True):
+            pace.append(Lap((lap.cpu + other_lap.cpu) / 2))
+        paces.append(pace)
     assert simulate(2, job, [100.0, 100.0], clock=clock, paces=paces) == [
         (5.0, paces[0]),
         (5.0, paces[1]),
@@ -197,15 +197,15 @@ def layers(num_hosts: int, launching: tuple, computing: tuple, seed: int) -> lis
     def launch():
         return "launch", drawn.uniform(*launching), drawn.uniform(*computing)
 
-    return [
-        [
-            step
-            for layer in range(6)
-            for step in (launch(), launch(), ("gather",), launch(), ("wait",), launch(), ("agree",))
-            if step != ("agree",) or layer == 3
-        ]
-        for _ in range(num_hosts)
-    ]
+    scripts = []
+    for _ in range(num_hosts):
+        script = []
+        for layer in range(6):
+            script += [launch(), launch(), ("gather",), launch(), ("wait",), launch()]
+            if layer == 3:
+                script.append(("agree",))
+        scripts.append(script)
+    return scripts
 
 
 @pairwise(num_hosts=(2, 3, 5), speed=("slow GPU", "slow CPU", "fast link"), seed=(0, 1, 2, 3))

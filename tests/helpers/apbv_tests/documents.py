@@ -120,6 +120,11 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def cells_in(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def prose(text: str) -> str:
     """A page without its code blocks."""
     return _BLOCK.sub("", text)

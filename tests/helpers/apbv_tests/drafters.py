@@ -33,9 +33,11 @@ class ScriptedDrafter(Drafter):
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)]
         right = self.answer[len(tokens) :][: tree.depth]
-        return Proposal(
-            [t if self.pattern(place) else (t + 1) % VOCABULARY for place, t in enumerate(right)]
-        )
+        said = []
+        for place, token in enumerate(right):
+            is_right = self.pattern(place)
+            said.append(token if is_right else (token + 1) % VOCABULARY)
+        return Proposal(said)
 
 
 def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):

@@ -141,7 +141,8 @@ class ContextOracle:
 def masked_attention(query, key, value, visible, scale):
     """Attention ``[1, n, Hq, D]`` to the visible keys, bool ``[1, Hq, n, n]``."""
     group = query.shape[1] // key.shape[1]
-    k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    k = key.repeat_interleave(group, dim=1)
+    v = value.repeat_interleave(group, dim=1)
     weights = (
         (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
     )

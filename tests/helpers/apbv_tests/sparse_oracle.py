@@ -49,7 +49,8 @@ def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
     of_block = sparse.block_size // sparse.stride
     groups = -(-len(q) // stride)
     zeros = q.new_zeros(groups * stride - len(q), q.shape[1])
-    q, k = torch.cat([q, zeros]), torch.cat([k, zeros])
+    q = torch.cat([q, zeros])
+    k = torch.cat([k, zeros])
 
     def antidiagonal(i: int, j: int) -> Tensor:
         return sum(

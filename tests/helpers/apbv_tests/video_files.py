@@ -102,7 +102,7 @@ def edit_list(source, target, segments):
     segment."""
     content = bytearray(Path(source).read_bytes())
     at = content.index(b"elst") + 12
-    _, start = struct.unpack_from(">Ii", content, at - 0)
+    _, start = struct.unpack_from(">Ii", content, at)
     entries = [struct.pack(">IiI", ms, start + 512 * skip, 0x10000) for ms, skip in segments]
     struct.pack_into(">I", content, at - 4, len(entries))
     content[at : at + 12] = b"".join(entries)

@@ -27,8 +27,12 @@ def heads_of_other_groups(q, k, v, scale, causal):
 
 def whole_buffer(q, k, v, scale, causal):
     """As if the rows of k and v were contiguous: reads what lies before and behind them."""
-    k, v = (torch.as_strided(x, x.shape, torch.empty_like(x).contiguous().stride()) for x in (k, v))
-    return by_definition(q, k, v, scale, causal)
+    return by_definition(q, _as_if_contiguous(k), _as_if_contiguous(v), scale, causal)
+
+
+def _as_if_contiguous(states):
+    strides = torch.empty_like(states).contiguous().stride()
+    return torch.as_strided(states, states.shape, strides)
 
 
 def last_key_unseen(q, k, v, scale, causal):

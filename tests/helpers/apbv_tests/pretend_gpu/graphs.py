@@ -136,7 +136,8 @@ class Graph:
             raise machine.refuse("a graph is replayed whose capture has not ended")
         machine.forbid_in_capture("replays another graph")
         machine.note("replay", "graph")
-        captured, now = map(machine.streams.priority_of, (self.stream, machine.streams.current))
+        captured = machine.streams.priority_of(self.stream)
+        now = machine.streams.priority_of(machine.streams.current)
         if captured != now:  # its kernels keep the priority that they were captured with
             machine.find(
                 f"a graph captured at priority {captured} is replayed in a stream of priority {now}"

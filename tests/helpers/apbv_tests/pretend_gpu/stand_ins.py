@@ -17,7 +17,9 @@ def _attend(
     if q.device.type == "meta":
         return out, lse
     if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        group = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
     scores = (q.double() @ k.double().transpose(-1, -2)) * (
         q.shape[-1] ** -0.5 if scale is None else scale
     )
