@@ -9,13 +9,17 @@ import re
 import runpy
 import shlex
 import subprocess
+from dataclasses import fields
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 
 from apbv import demo
+from apbv.config import SPARSE_CONFIGS
+from apbv.launch.options import SPARSE, Setting
 from apbv.refusals import CONFLICTS
+from apbv.serve.settings import MediaLimits, ServerSettings
 from apbv.speculate import STRATEGIES
 from apbv.versions import how_to_install
 from tests.test_structure import LAYERS
@@ -166,6 +170,8 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
+PREFILL = ROOT / "docs" / "prefill.md"
+SERVING = ROOT / "docs" / "serving.md"
 DEMO_README = ROOT / "apbv" / "demo" / "README.md"
 LINKED_PAGES = (*PAGES, DEMO_README)
 # Names of features on the page.
@@ -381,6 +387,49 @@ def test_the_architecture_has_the_layers_that_the_imports_obey():
     assert told == [set(names) for names in reversed(LAYERS)], (
         "tests/test_structure.py has other LAYERS"
     )
+
+
+def test_the_page_about_prefill_has_the_options_of_sparse_attention():
+    """With the defaults of every method, and what the command line says of them."""
+    rows = []
+    for setting in SPARSE:
+        if setting.field == "method":
+            continue
+        row = [option_name(setting), help_of(setting).partition(" (")[0]]
+        for name, config in SPARSE_CONFIGS.items():
+            row[1] = row[1].removeprefix(f"{name}: ")
+            made = config()
+            value = (
+                made.share if setting.field == "threshold" else getattr(made, setting.field, "–")
+            )
+            row.append(str(value))
+        rows.append(row)
+    header = ["option", "meaning", *(f"`{name}`" for name in SPARSE_CONFIGS)]
+    require_table(PREFILL, markdown_table(header, rows, align="---"))
+
+
+def option_name(setting: Setting) -> str:
+    return f"`--{setting.name.replace('_', '-')}`"
+
+
+def help_of(setting: Setting) -> str:
+    field = next(field for field in fields(setting.config) if field.name == setting.field)
+    return field.metadata["help"]
+
+
+def test_the_page_about_serving_has_the_limits_with_their_defaults():
+    rows = []
+    for field in (*fields(ServerSettings), *fields(MediaLimits)):
+        if "help" not in field.metadata:
+            continue
+        name = "--" + field.name.replace("_bytes", "_mib").replace("_", "-")
+        meaning, _, in_words = field.metadata["help"].partition(" (default: ")
+        default = in_words.removesuffix(")")
+        if field.default is not None:
+            unit = 2**20 if field.name.endswith("_bytes") else 1
+            default = str(int(field.default / unit))
+        rows.append([f"`{name}` ({default})", meaning])
+    require_table(SERVING, markdown_table(["option (default)", "limit"], rows, align="---"))
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():

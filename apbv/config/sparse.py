@@ -44,9 +44,12 @@ class SparseConfig(Checked, name="sparse "):
         "lie in 0 < threshold <= 1",
         lambda t: 0 < t <= 1,
         None,
-        help="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
+        help="estimated attention mass computed per query block; 1: everything "
+        "(default by method: 0.9, 0.96, 0.95)",
     )
-    block_size: int = one_of((32, 64, 128, 256), 128, help="query-block size in tokens")
+    block_size: int = one_of(
+        (32, 64, 128, 256), 128, help="queries per block; keys the same, in spargeattn half"
+    )
 
     def __new__(cls, **settings: Any) -> "SparseConfig":
         """Make a config of the class that the method's name stands for."""
@@ -104,7 +107,7 @@ class XAttentionConfig(SparseConfig, name="sparse "):
     default_threshold: ClassVar[float] = 0.9
 
     method: str = one_of(("xattention",), "xattention")
-    stride: int = integer(1, 256, 16, help="xattention: tokens per score")
+    stride: int = integer(1, 256, 16, help="xattention: adjacent tokens that share one score")
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,7 +138,7 @@ class SpargeAttnConfig(SparseConfig, name="sparse "):
         "lie in -1 .. 1",
         lambda cosine: -1 <= cosine <= 1,
         0.3,
-        help="spargeattn: always compute blocks of mean cosine similarity <= X",
+        help="spargeattn: blocks with at most this mean cosine similarity are always computed",
     )
 
     @property
@@ -169,7 +172,7 @@ class FlexPrefillConfig(SparseConfig, name="sparse "):
         "lie in 0 .. 1",
         lambda root: 0 <= root <= 1,
         0.1,
-        help="flexprefill: heads with sqrt(JSD) below X are query-aware",
+        help="flexprefill: heads whose estimate has a sqrt(JSD) below X are query-aware",
     )
     min_blocks: int = integer(
         1, 2**31 - 1, 8, help="flexprefill: minimum vertical and slash blocks per head"
