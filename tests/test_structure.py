@@ -258,6 +258,8 @@ READ_CONFIGS = (
     "apbv.model.digest",
     "apbv.model.loading",
     "apbv.model.quantization",
+    # To make a model with random weights.
+    "apbv.testing.random_models",
     # The decoder's, as transformers' rotary module has it.
     "apbv.model.rotary",
     # That of vLLM's model.
