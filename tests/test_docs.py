@@ -405,7 +405,7 @@ def test_the_page_about_prefill_has_the_options_of_sparse_attention():
             row.append(str(value))
         rows.append(row)
     header = ["option", "meaning", *(f"`{name}`" for name in SPARSE_CONFIGS)]
-    require_table(PREFILL, markdown_table(header, rows, align="---"))
+    require_table(PREFILL, text_table(header, rows))
 
 
 def option_name(setting: Setting) -> str:
@@ -429,7 +429,7 @@ def test_the_page_about_serving_has_the_limits_with_their_defaults():
             unit = 2**20 if field.name.endswith("_bytes") else 1
             default = str(int(field.default / unit))
         rows.append([f"`{name}` ({default})", meaning])
-    require_table(SERVING, markdown_table(["option (default)", "limit"], rows, align="---"))
+    require_table(SERVING, text_table(["option (default)", "limit"], rows))
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
