@@ -24,6 +24,7 @@ WITH_LIMITS = [
     families.OMNI,
     "glm4v",
     "glm46v",
+    "glm_ocr",
     "video_llama_3",
 ]
 

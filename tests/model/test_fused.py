@@ -22,6 +22,8 @@ from apbv_tests.prompts import ALL_FAMILIES, relative_error
 
 TOKENS = 600  # two chunks of the fewest rows
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
+# GLM rotates neighbours, GLM-4.5V like the others.
+ROTATE_NEIGHBOURS = ("glm4", "glm4v", "glm46v", "glm_ocr")
 
 
 @torch.no_grad()
@@ -58,8 +60,7 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
         # The norms of hybrids multiply by 1 + w.
         is_computed = (name.endswith("norm") and not is_hybrid) or hasattr(module, "up_proj")
         is_computed |= name.endswith("linear_attn")  # which is run in pieces
-        # GLM rotates neighbours, GLM-4.5V like the others.
-        is_computed |= name.endswith("self_attn") and family not in ("glm4", "glm4v", "glm46v")
+        is_computed |= name.endswith("self_attn") and family not in ROTATE_NEIGHBOURS
         assert (name in fused) == is_computed, name
         assert isinstance(module, type(decoder.get_submodule(name)))
     assert all(

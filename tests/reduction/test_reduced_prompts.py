@@ -159,6 +159,7 @@ CASES += [
     ("glm4v_moe", "slowfast", 2),
     ("video_llama_3", "fastvid", 2),
     ("llava_next_video", "dycoke", 3),
+    ("glm_ocr", "fastvid", 2),
 ]
 RATIOS = (0.5, 0.2, 0.001)
 CASES = [(*case, RATIOS[row % 3], [*WAYS][row % 4]) for row, case in enumerate(CASES)]

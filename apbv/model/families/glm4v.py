@@ -1,6 +1,8 @@
-"""GLM-4.1V, GLM-4.5V and GLM-4.6V."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR."""
 
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from .qwen_vl import QwenVL
 
@@ -20,3 +22,11 @@ class Glm4v(QwenVL):
     def num_times_counted(self, image_processor: Any) -> int:
         # It counts the pixels of a whole temporal patch.
         return image_processor.temporal_patch_size
+
+
+class GlmOcr(Glm4v):
+    """GLM-OCR, which is prompted as GLM-4.6V is."""
+
+    def packed_vision_tower(self, model: Any) -> PreTrainedModel | None:
+        # Its blocks take no arguments of an attention, so that it attends to each frame by itself.
+        return None

@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import UnsupportedModelError
 from .base import ModelFamily
-from .glm4v import Glm4v
+from .glm4v import Glm4v, GlmOcr
 from .internvl import InternVL
 from .llava import Llava, LlavaNext, LlavaNextVideo
 from .llava_onevision import LlavaOnevision
@@ -20,6 +20,7 @@ CLASSES: dict[str, type[ModelFamily]] = {
     "qwen2_5_omni_thinker": QwenOmni,
     "qwen3_vl": Qwen3VL,
     "glm4v": Glm4v,
+    "glm_ocr": GlmOcr,
     "internvl": InternVL,
     "llava": Llava,
     "llava_next": LlavaNext,

@@ -38,6 +38,7 @@ VIDEO_FAMILIES = (
     "qwen3_5_moe",
     "video_llama_3",
     "glm4v_moe",
+    "glm_ocr",
 )
 IMAGE_FAMILIES = ("llava", "llava_next")  # they read no video
 VISION_FAMILIES = VIDEO_FAMILIES + IMAGE_FAMILIES
@@ -215,12 +216,12 @@ def build_config(
         text["sliding_window"] = None  # as in the releases from 0.2 on
     if family == "smollm3":
         text["no_rope_layer_interval"] = 2  # every second layer has no positions
-    if family.startswith("glm4"):
+    if family.startswith(("glm4", "glm_ocr")):
         text["rope_parameters"]["partial_rotary_factor"] = 0.5
     if family in TEXT_FAMILIES:
         return tf.AutoConfig.for_model(family, **text)
 
-    is_glm = family.startswith("glm4")
+    is_glm = family.startswith(("glm4", "glm_ocr"))
     own = deepcopy(FAMILY_DATA[family])
     if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
         # Halves of the rotary dimensions: time, height, width.
