@@ -5,6 +5,9 @@ papers compare with and this project lacks is listed, too, as expected to fail: 
 to pass says that the row has to be moved.
 """
 
+import re
+import tomllib
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ from apbv.prefilling.reduction import LAYER_REDUCERS, REDUCERS
 from apbv.speculate.strategies import STRATEGIES
 
 from apbv_tests.configs import prefill_config
+from apbv_tests.documents import ROOT, cells_in
 
 Config = PrefillConfig | SpeculativeConfig
 
@@ -177,3 +181,32 @@ def test_a_row_of_the_papers_is_here(row):
         assert callable(BLOCK_SELECTION[config.sparse.method])
     if config.reduce is not None:
         assert callable((REDUCERS | LAYER_REDUCERS)[config.reduce.method])
+
+
+PAGE = ROOT / "docs" / "papers.md"
+
+
+def rows_on_the_page() -> dict[str, tuple[set[str], str]]:
+    """By the table's name, the methods that the page names, and the commands."""
+    rows = {}
+    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        paper, _, text = section.partition("\n")
+        for line in text.splitlines():
+            if line.startswith(("| Table", "| Figure")):
+                table, names, command, _ = cells_in(line)
+                rows[f"{paper}, {table}"] = (set(names.split(", ")), command)
+    return rows
+
+
+def test_the_page_about_the_papers_names_every_row():
+    named: dict[str, set[str]] = defaultdict(set)
+    for row in ROWS:
+        named[row.table].add(row.name)
+    page = rows_on_the_page()
+    assert {table: names for table, (names, _) in page.items()} == named
+    presets = tomllib.loads((ROOT / "benchmarks/support/presets.toml").read_text(encoding="utf-8"))
+    for table, (_, commands) in page.items():
+        found = re.findall(r"`(\w+)\.py --preset (\w+)`", commands)
+        assert found, table
+        for script, preset in found:
+            assert preset in presets[script], (table, preset)
