@@ -1,5 +1,6 @@
 """Visual tokens dropped between layers, against their definitions layer by layer."""
 
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -157,6 +158,17 @@ def test_answers_in_a_batch_say_what_each_says_alone():
         while len(batch):
             batch.step()
     assert [member.tokens for member in members] == expected
+
+
+def test_another_answer_begins_behind_the_prompt_of_every_layer():
+    """Not behind the tokens of the answer before."""
+    state = prefilled(ReduceConfig(method="pdrop", ratio=0.2, layer=1), dtype=torch.float32)
+    parts = inspect_model(build(QWEN, torch.float32))
+    rows = [layer.keys.shape[2] for layer in state.kv.cache.layers]
+    first = plain_tokens(state, parts, GREEDY)
+    another = replace(state, kv=state.kv.behind(state.layout))
+    assert [layer.keys.shape[2] for layer in another.kv.cache.layers] == rows
+    assert plain_tokens(another, parts, GREEDY) == first
 
 
 @pytest.mark.parametrize("name", LAYER_REDUCER_NAMES)
