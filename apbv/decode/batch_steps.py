@@ -32,6 +32,7 @@ class OwnKV:
         num_run: number of the answer's tokens that the model has processed. Less: the last rows are
             taken back.
         place: a new object whenever the buffers change.
+        capacity: the largest number of rows that a layer's buffers hold.
     """
 
     def __init__(self, layers: Sequence[GrowingLayer], position: int):
@@ -40,25 +41,30 @@ class OwnKV:
         self._layers = layers
         # A prefill may have dropped tokens between layers.
         self._prompt_rows = [layer.keys.shape[2] for layer in layers]
+        self._longest_prompt = max(self._prompt_rows)
         self._first_position = position
         self.num_run = 0
-        self.place = object()
+        self._measure()
 
-    @property
-    def capacity(self) -> int:
-        """The largest number of rows that a layer's buffers hold."""
-        return max(keys.shape[2] for keys, _ in self.buffers)
+    def _measure(self) -> None:
+        """Note what every step asks about the buffers, whenever these change."""
+        self.place = object()
+        capacities = [keys.shape[2] for keys, _ in self.buffers]
+        self.capacity = max(capacities)
+        # How many of the answer's rows fit into every layer.
+        self._most_run = min(
+            capacity - rows for capacity, rows in zip(capacities, self._prompt_rows, strict=True)
+        )
 
     @property
     def num_rows(self) -> int:
         """The longest layer's rows of the prompt, and of the tokens that were run."""
-        return max(self._prompt_rows) + self.num_run
+        return self._longest_prompt + self.num_run
 
     @property
     def num_dropped(self) -> list[int]:
         """How many rows each layer has less than the longest one."""
-        longest = max(self._prompt_rows)
-        return [longest - rows for rows in self._prompt_rows]
+        return [self._longest_prompt - rows for rows in self._prompt_rows]
 
     def rows_in(self, layer: int) -> int:
         """Return a layer's rows of the prompt, and of the tokens that were run."""
@@ -80,15 +86,12 @@ class OwnKV:
 
     def make_room(self, count: int = 1) -> None:
         """Make room for more rows, copying all rows to larger buffers if needed."""
-        for number, (keys, _) in enumerate(self.buffers):
-            if keys.shape[2] < self.rows_in(number) + count:
-                break
-        else:
+        if self.num_run + count <= self._most_run:
             return
-        self.place = object()
         for number, layer in enumerate(self._layers):
             layer.extend(self.rows_in(number) - layer.keys.shape[2])
             layer.make_room(count)
+        self._measure()
 
     def copy_newest(self, other: "OwnKV", count: int) -> None:
         """Append ``count`` rows that another KV has for the same tokens of the answer.
