@@ -73,13 +73,14 @@ class PlacedKV(ABC):
         """Drop an earlier answer's tokens, and return the cache to append a new answer to."""
         if self.cache is None:
             return None
-        num_tokens = self.cache.get_seq_length()
-        if self.num_dropped and isinstance(self.cache, DynamicCache):
-            num_tokens += self.num_dropped[0]  # it counts the rows of its first layer
-        num_answer_tokens = num_tokens - self.num_tokens
+        num_answer_tokens = self._length() - self.num_tokens
         if num_answer_tokens > 0:
             self.cache.crop(-num_answer_tokens)
         return self.cache
+
+    @abstractmethod
+    def _length(self) -> int:
+        """Return the number of tokens of prompt and answer in the cache of this host."""
 
     @property
     def num_bytes(self) -> int:
@@ -178,6 +179,11 @@ class GatheredKV(PlacedKV):
         self.states = states
         self.num_dropped = num_dropped
 
+    def _length(self) -> int:
+        assert self.cache is not None, "this host has the KV"
+        num_rows = self.cache.get_seq_length()  # of its first layer
+        return num_rows + self.num_dropped[0] if self.num_dropped else num_rows
+
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         if host != 0:
             raise InvalidConfigError(
@@ -241,6 +247,9 @@ class ShardedKV(PlacedKV):
     @property
     def num_dropped(self) -> Sequence[int]:
         return [layer.num_dropped for layer in self.cache.shards]
+
+    def _length(self) -> int:
+        return self.cache.get_seq_length()
 
     def gathered(self) -> GatheredKV:
         """Gather the KV on its decode host, and free the shards; collective.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from inspect import unwrap
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,13 @@ class StandIn(nn.Module):
     """
 
     is_fused = True
+    kind: ClassVar[FusedKind | None] = None  # of its fused kernel, if it has one
 
 
 class FusedNorm(StandIn):
     """RMS norm in one kernel."""
 
+    kind = FusedKind.NORM
     kernels: ElementwiseKernels
     weight: Tensor
     variance_epsilon: float
@@ -79,6 +81,7 @@ class FusedNorm(StandIn):
 class FusedMLP(StandIn):
     """Gated MLP with SiLU, in one kernel between its matrix products."""
 
+    kind = FusedKind.MLP
     kernels: ElementwiseKernels
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -95,6 +98,7 @@ class FusedAttention(StandIn):
     beside q (Qwen3.5), layers without positions (SmolLM3).
     """
 
+    kind = FusedKind.ROTARY
     kernels: ElementwiseKernels
     config: PreTrainedConfig
     layer_idx: int
@@ -153,11 +157,7 @@ class FusedAttention(StandIn):
         )
 
 
-_STAND_IN = {
-    FusedKind.NORM: FusedNorm,
-    FusedKind.MLP: FusedMLP,
-    FusedKind.ROTARY: FusedAttention,
-}
+_STAND_INS = {stand_in.kind: stand_in for stand_in in (FusedNorm, FusedMLP, FusedAttention)}
 
 
 @torch.no_grad()
@@ -214,15 +214,15 @@ def fused_stand_ins(decoder: nn.Module) -> dict[type[nn.Module], type[StandIn]]:
     for module in decoder.modules():
         kind = kind_of(module)
         if kind is not None:
-            stand_ins[type(module)] = _STAND_IN[kind]
+            stand_ins[type(module)] = _STAND_INS[kind]
     return stand_ins
 
 
 def kind_of(module: nn.Module) -> FusedKind | None:
     """Return the kind of fused kernel that may fit a module; None: none does."""
+    if isinstance(module, StandIn):
+        return module.kind
     forward = unwrap(type(module).forward)
-    if isinstance(module, FusedAttention):
-        return FusedKind.ROTARY
     if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
         # Others multiply by a gate, too.
         takes_rows_alone = forward.__code__.co_argcount == 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import PrefillConfig
+from ..config import PrefillConfig, ReduceConfig
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
@@ -87,8 +87,6 @@ def prefill(
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
     reduce = config.reduce
-    prunes = reduce is not None and not reduce.keeps_all
-    between_layers = None if reduce is None else reduce.layer_reduction
     reset_peak_memory(hosts.device)
 
     # Check.
@@ -110,7 +108,7 @@ def prefill(
             )
         _require_shared_out(inputs, hosts, config)
         inputs.require_room(parts.max_position_embeddings)
-        if reduce is not None and prunes:
+        if reduce is not None:
             require_reducible(reduce, inputs)
         agreement.content("the prompt", inputs.input_ids.numpy().tobytes())
         agreement.settings("the prefill configuration", config.shared)
@@ -123,17 +121,13 @@ def prefill(
     # Reduce.
     encoded = encoded or _tower(parts, inputs, timer)
     reduction = None
-    if prunes and between_layers is None:
+    if reduce is not None and not reduce.keeps_all and not reduce.prunes_between_layers:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         method = _plan(inputs, hosts, config, parts.sizes, observer)
-        reducer = None
-        if reduce is not None and between_layers is not None:
-            is_alone = hosts.num_processes == 1 and not method.layout.is_split
-            refuse(layer_reduction=between_layers, several_hosts=not is_alone)
-            reducer = LAYER_REDUCERS[between_layers](reduce, parts, inputs)
+        reducer = _layer_reducer(reduce, parts, inputs, method)
         visual_tokens = range(0)
         if inputs.num_visual_tokens:
             visual_tokens = range(inputs.context_start, inputs.query_start)
@@ -293,6 +287,22 @@ def _plan(
             "across the hosts, too"
         )
     return method
+
+
+def _layer_reducer(
+    reduce: ReduceConfig | None, parts: ModelParts, inputs: ModelInputs, method: PrefillMethod
+) -> LayerReducer | None:
+    """Return what prunes visual tokens between layers; None: nothing does.
+
+    Raises:
+        InvalidConfigError: the prompt is computed by several processes, or the model has too few
+            layers.
+    """
+    if reduce is None or reduce.layer_reduction is None:
+        return None
+    is_alone = method.hosts.num_processes == 1 and not method.layout.is_split
+    refuse(layer_reduction=reduce.layer_reduction, several_hosts=not is_alone)
+    return LAYER_REDUCERS[reduce.layer_reduction](reduce, parts, inputs)
 
 
 def _forward(
