@@ -292,7 +292,7 @@ def _plan(
 def _layer_reducer(
     reduce: ReduceConfig | None, parts: ModelParts, inputs: ModelInputs, method: PrefillMethod
 ) -> LayerReducer | None:
-    """Return what prunes visual tokens between layers; None: nothing does.
+    """Return the reducer that prunes visual tokens between layers; None: there is none.
 
     Raises:
         InvalidConfigError: the prompt is computed by several processes, or the model has too few
