@@ -1,7 +1,7 @@
 """Settings that have moved into a group, and still work under their former names."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -10,18 +10,16 @@ from ..reporting import warn_renamed
 Config = TypeVar("Config", bound=type)
 
 
-def regrouped(group: str, kind: type, names: Iterable[str] = ()) -> Callable[[Config], Config]:
+def regrouped(group: str, kind: type) -> Callable[[Config], Config]:
     """Let a config take settings of a group as its own, as it did before they were a group.
 
     They work as arguments and as attributes until the next release, with a DeprecationWarning.
 
     Args:
         group: the config's field of the group.
-        kind: the group's class. It is made of the former settings where the group's default is
-            None.
-        names: the settings, by default all of the group.
+        kind: the group's class, whose defaults are those of the config.
     """
-    moved = tuple(names) or tuple(field.name for field in fields(kind))
+    moved = [field.name for field in fields(kind)]
 
     def decorate(config: Config) -> Config:
         target: Any = config  # whose constructor is replaced
@@ -36,8 +34,7 @@ def regrouped(group: str, kind: type, names: Iterable[str] = ()) -> Callable[[Co
                     f"{config.__name__}({group}={kind.__name__}({name}=…))",
                 )
             if former:
-                given = settings.get(group, _default(config, group))
-                settings[group] = kind(**former) if given is None else replace(given, **former)
+                settings[group] = replace(settings.get(group, kind()), **former)
             construct(self, **settings)
 
         target.__init__ = construct_with_former
@@ -46,14 +43,6 @@ def regrouped(group: str, kind: type, names: Iterable[str] = ()) -> Callable[[Co
         return config
 
     return decorate
-
-
-def _default(config: type, group: str) -> Any:
-    """Return the default of a config's field; None if it has none."""
-    for field in fields(config):
-        if field.name == group and field.default is not MISSING:
-            return field.default
-    return None
 
 
 def _former_attribute(config: type, group: str, name: str) -> property:

@@ -57,13 +57,9 @@ class RequestSettings(Checked, error=InvalidRequestError):
     num_wanted: int = 1
     decode_host: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings JSON-ready, for :meth:`from_json` on another host."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RequestSettings":
-        """Return the settings that :meth:`to_json` made."""
+        """Return the settings of which another host has sent the fields as JSON."""
         sampling = dict(record["sampling"])
         # JSON has lists alone.
         sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])

@@ -118,7 +118,7 @@ def _with_file(part: dict[str, Any], files: Sequence[Any]) -> dict[str, Any]:
 
 def encode_order(order: WorkOrder) -> bytes:
     """Encode an order for other hosts, in one line."""
-    return json.dumps({**asdict(order), "settings": order.settings.to_json()}).encode()
+    return json.dumps(asdict(order)).encode()
 
 
 def decode_order(data: bytes) -> WorkOrder:
