@@ -73,7 +73,7 @@ class LayerRows:
 
 
 class LayerStep:
-    """Something that a forward pass does between its layers; the base class does nothing."""
+    """Something that a forward pass does around its layers; the base class does nothing."""
 
     def before(self, layer: int, rows: LayerRows) -> None:
         """Called before each layer.
@@ -81,6 +81,15 @@ class LayerStep:
         Args:
             layer: its number in the decoder.
             rows: its input.
+        """
+
+    def on_attention(self, q: Tensor, k: Tensor, scale: float, layer: int) -> None:
+        """Called in a prefill before each layer's attention is computed.
+
+        Args:
+            q, k: ``[1, Hq, S, D]`` and ``[1, Hkv, T, D]``, post-RoPE.
+            scale: what the scores are multiplied by.
+            layer: the layer's number among those of attention.
         """
 
     def after(self, layer: int, rows: LayerRows) -> None:

@@ -69,14 +69,12 @@ def run_language_model(
         _move_copy(positions, inputs.position_ids, layout.anchor_copy)
     rows = visual.merge_into(parts, inputs.input_ids[:, local], positions)
 
-    # What happens between layers, and with each layer's attention.
+    # What happens around each layer.
     steps: list[LayerStep] = []
     if stop is not None:
         steps.append(CancelBetweenLayers(hosts, stop))
-    observed = None
     if observer is not None:
-        observed = ObservedPass(observer, prompt, has_question=not method.separate_query)
-        steps.append(observed)
+        steps.append(ObservedPass(observer, prompt, has_question=not method.separate_query))
     if reducer is not None:
         steps.append(reducer)
     gather = None
@@ -88,7 +86,7 @@ def run_language_model(
 
     prompt_length = int(inputs.position_ids.max()) + 1
     with parts.rotary_of_prompt(prompt_length):
-        attention = _PrefillAttention(method, observed, reducer, gather)
+        attention = _PrefillAttention(method, steps, gather)
         hidden = run_layers(parts, rows, cache, attention, linear=linear, steps=steps)
     if not method.separate_query:
         return hidden
@@ -98,12 +96,10 @@ def run_language_model(
     positions = inputs.position_ids[..., inputs.query_start :]
     rows = LayerRows(parts.embed_tokens(question_ids), to_device(positions, parts.device))
     steps = []
-    observed = None
     if observer is not None:
-        observed = ObservedPass(observer, prompt, has_context=False)
-        steps.append(observed)
+        steps.append(ObservedPass(observer, prompt, has_context=False))
     with parts.rotary_of_prompt(prompt_length):
-        attention = _PrefillAttention(NewTokenAttention(parts.backend, hosts=hosts), observed)
+        attention = _PrefillAttention(NewTokenAttention(parts.backend, hosts=hosts), steps)
         return run_layers(parts, rows, cache, attention, linear=states, steps=steps)
 
 
@@ -113,21 +109,17 @@ class _PrefillAttention:
 
     Attributes:
         attention: computes it.
-        observed: looks on; None: nobody does.
-        reducer: looks on, too, to prune by what it sees.
+        steps: look on.
         gather: sends each layer's KV to the decode host; None: it stays.
     """
 
     attention: LayerAttention
-    observed: ObservedPass | None = None
-    reducer: LayerReducer | None = None
+    steps: Sequence[LayerStep] = ()
     gather: LayerGather | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        if self.observed is not None:
-            self.observed.on_attention(q, k, scale)
-        if self.reducer is not None:
-            self.reducer.on_attention(q, k, scale, layer)
+        for step in self.steps:
+            step.on_attention(q, k, scale, layer)
         out = self.attention(q, k, v, scale, layer)
         if self.gather is not None:
             self.gather.send_next()

@@ -186,8 +186,7 @@ class ObservedPass(LayerStep):
         if layer in self._observer.hidden_layers:
             self._observer.on_hidden(layer, rows.hidden[0], self._question, self._owned)
 
-    def on_attention(self, q: Tensor, k: Tensor, scale: float) -> None:
-        """Show the queries and keys of a layer, ``[1, H, S, D]``, if they are wanted."""
+    def on_attention(self, q: Tensor, k: Tensor, scale: float, layer: int) -> None:
         if self._question is None or not self._observer.wants_attention:
             return
         owned = self._owned

@@ -106,15 +106,6 @@ class LayerReducer(LayerStep, ABC):
         """How many visual tokens the layers read at this point."""
         return len(self._visual_rows)
 
-    def on_attention(self, q: Tensor, k: Tensor, scale: float, layer: int) -> None:
-        """Observe a layer's attention; by default nothing is done.
-
-        Args:
-            q, k: ``[1, Hq, S, D]`` and ``[1, Hkv, S, D]`` of all rows, post-RoPE.
-            scale: what the scores are multiplied by.
-            layer: the layer's number in the decoder.
-        """
-
     def after(self, layer: int, rows: LayerRows) -> None:
         if layer + 1 in self.layers:
             self._prune(rows)
