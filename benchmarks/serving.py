@@ -43,10 +43,10 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
-from apbv.serve.batch_files import Answers, Requests
-from apbv.serve.log import FIELDS
-from apbv.serve.openai_batch import Batch
-from apbv.serve.report import report
+from apbv.serve.batch.files import Answers, Requests
+from apbv.serve.batch.runner import Batch
+from apbv.serve.metrics.log import FIELDS
+from apbv.serve.metrics.report import report
 from apbv.serve.server import run_worker
 from apbv.serve.settings import MediaLimits, ServerSettings
 from apbv.speculate import STRATEGIES

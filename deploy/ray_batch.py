@@ -53,7 +53,7 @@ def answer(
     Raises:
         RuntimeError: there are requests without an answer; with the end of what the processes said.
     """
-    from apbv.serve.batch_files import Requests
+    from apbv.serve.batch.files import Requests
 
     with out.open("ab") as file:
         # Processes of an attempt whose worker was lost may still be ending.

@@ -36,7 +36,7 @@ from apbv.reporting import report_error
 
 if TYPE_CHECKING:
     from apbv import HostGroup
-    from apbv.serve.openai_batch import Batch
+    from apbv.serve.batch.runner import Batch
 
 _LOG_SECONDS = 30.0  # between progress messages where there is no terminal
 _STAGES = ("queue", "prefill", "decode")
@@ -102,8 +102,8 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     from tqdm import tqdm
 
     from apbv.hosts import run_on_hosts
-    from apbv.serve.batch_files import Answers, Requests
-    from apbv.serve.openai_batch import Batch
+    from apbv.serve.batch.files import Answers, Requests
+    from apbv.serve.batch.runner import Batch
     from apbv.serve.server import run_worker
 
     def run(hosts: "HostGroup") -> None:

@@ -36,7 +36,7 @@ from apbv.launch.options import (
     reading,
 )
 from apbv.refusals import refuse
-from apbv.serve.log import LOG_FORMATS
+from apbv.serve.metrics.log import LOG_FORMATS
 from apbv.serve.settings import KVTransferSettings, MediaLimits, ServerSettings
 from apbv.versions import how_to_install
 
@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     options = parse_arguments(arguments, prog)
     # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
-    from apbv.serve.log import log_to_stderr
+    from apbv.serve.metrics.log import log_to_stderr
     from apbv.serve.server import bind, serve
 
     def run(hosts: "HostGroup") -> None:

@@ -24,8 +24,12 @@ from ..model.families import DecoderSizes
 from ..reporting import raised_as
 from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
-from .app import build_app
-from .connections import (
+from .control.executor import Executor, follow
+from .control.links import connect_to_hosts, connect_to_leader
+from .control.scheduler import Limits, Scheduler
+from .control.worker import Worker
+from .http.app import build_app
+from .http.connections import (
     ACCEPTED_AT_ONCE,
     WAITING_IN_SYSTEM,
     Connections,
@@ -33,15 +37,11 @@ from .connections import (
     log_in_one_line,
     most_connections,
 )
-from .executor import Executor, follow
-from .links import connect_to_hosts, connect_to_leader
-from .log import OncePerPeriod
-from .media import PrivateFiles
-from .metrics import Metrics
-from .request_reader import Reader
-from .scheduler import Limits, Scheduler
+from .media.files import PrivateFiles
+from .metrics.log import OncePerPeriod
+from .metrics.prometheus import Metrics
+from .protocols.request_reader import Reader
 from .settings import ServerSettings
-from .worker import Worker
 
 LAST_PORT = 65_535
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_LAST_RESPONSES_SECONDS,
             )
         )
-        for name in ("uvicorn.error", "apbv.serve.connections", "apbv.serve.fields"):
+        for name in ("uvicorn.error", "apbv.serve.http.connections", "apbv.serve.fields"):
             logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker = worker
         self._grace = settings.grace

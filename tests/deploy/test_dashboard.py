@@ -6,7 +6,7 @@ import re
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from apbv.serve.metrics import Metrics
+from apbv.serve.metrics.prometheus import Metrics
 
 from apbv_tests.scripts import ROOT
 

@@ -15,9 +15,8 @@ import pytest
 
 from apbv import HostGroup
 from apbv.launch.batch import failures, parse_arguments, summary
-from apbv.serve import openai_batch
-from apbv.serve.batch_files import Answers, Requests
-from apbv.serve.openai_batch import Batch
+from apbv.serve.batch.files import Answers, Requests
+from apbv.serve.batch.runner import Batch
 from apbv.serve.server import run_worker
 
 from apbv_tests.configs import server_settings
@@ -243,7 +242,7 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
 
 
 def test_a_second_signal_ends_what_runs(run, monkeypatch):
-    monkeypatch.setattr(openai_batch, "SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "SAME_SIGNAL_SECONDS", 0.0)
     batch, found = run([line("endless", **ENDLESS)], once_running(signal.SIGINT, signal.SIGINT))
     assert batch.was_stopped and batch.num_left == 1 and not found
 
@@ -251,7 +250,7 @@ def test_a_second_signal_ends_what_runs(run, monkeypatch):
 def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
     """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine
     is."""
-    monkeypatch.setattr(openai_batch, "SAME_SIGNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(runner, "SAME_SIGNAL_SECONDS", 3600.0)
     batch, found = run(
         [line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT)
     )

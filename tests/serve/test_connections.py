@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 import uvicorn
 
-from apbv.serve.connections import Connections, HttpProtocol, log_in_one_line, most_connections
-from apbv.serve.log import OncePerPeriod
+from apbv.serve.http.connections import Connections, HttpProtocol, log_in_one_line, most_connections
+from apbv.serve.metrics.log import OncePerPeriod
 from apbv.serve.server import bind
 
 from apbv_tests.patience import HANGING, wait_for
@@ -105,7 +105,7 @@ def test_where_all_have_requests_a_new_connection_is_told_so():
 
 
 def test_a_server_without_descriptors_says_so_once(caplog):
-    logger = logging.getLogger("apbv.serve.connections")
+    logger = logging.getLogger("apbv.serve.http.connections")
     once = OncePerPeriod(3600.0)
     logger.addFilter(once)
     loop = asyncio.new_event_loop()

@@ -18,11 +18,11 @@ from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
 from apbv.prefilling import language_model
-from apbv.serve.decode_thread import DecodeThread
-from apbv.serve.executor import Executor
-from apbv.serve.links import RemoteOutput
-from apbv.serve.local_prefill import LocalPrefillPool
-from apbv.serve.output import JobOutput
+from apbv.serve.control.decode_thread import DecodeThread
+from apbv.serve.control.executor import Executor
+from apbv.serve.control.links import RemoteOutput
+from apbv.serve.control.local_prefill import LocalPrefillPool
+from apbv.serve.control.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 from apbv.speculate.decode_loop import PrefilledRequest
@@ -376,8 +376,8 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
 
 
 def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
-    monkeypatch.setattr("apbv.serve.local_prefill._REST", 1e12)
-    monkeypatch.setattr("apbv.serve.local_prefill._LONG_REST", 1e9)
+    monkeypatch.setattr("apbv.serve.control.local_prefill._REST", 1e12)
+    monkeypatch.setattr("apbv.serve.control.local_prefill._LONG_REST", 1e9)
     hosts = HostGroup.single("cpu")
     begun = []
     request = Request(Question(), StageTimer(hosts))

@@ -17,20 +17,20 @@ from apbv.decode.batch import Batch
 from apbv.errors import StorageError
 from apbv.input.request import RequestSettings
 from apbv.kv.offers import Offers
-from apbv.serve.answer_stream import AnswerStream
-from apbv.serve.decode_thread import DecodeThread
-from apbv.serve.executor import Command, Executor, exchange_commands
-from apbv.serve.job import Job
-from apbv.serve.requests import ChatRequest
-from apbv.serve.scheduler import Scheduler
+from apbv.serve.control.answer_stream import AnswerStream
+from apbv.serve.control.decode_thread import DecodeThread
+from apbv.serve.control.executor import Command, Executor, exchange_commands
+from apbv.serve.control.job import Job
+from apbv.serve.control.scheduler import Scheduler
+from apbv.serve.control.work_order import WorkOrder
+from apbv.serve.protocols.requests import ChatRequest
 from apbv.serve.server import bind, listen
-from apbv.serve.work_order import WorkOrder
 
 from apbv_tests.patience import HANGING, wait_for
 from apbv_tests.servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
 STEPS = "apbv.decode.batch_steps"
-NOTE = "apbv.serve.output.JobOutput._note"
+NOTE = "apbv.serve.control.output.JobOutput._note"
 LEAVES = "its client leaves"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -8,9 +8,9 @@ from contextlib import closing
 
 import pytest
 
-from apbv.serve.counting import JsonLimits
-from apbv.serve.media import MediaError, _decode_data
-from apbv.serve.requests import ApiError, ChatRequest, CompletionRequest
+from apbv.serve.http.json_limits import JsonLimits
+from apbv.serve.media.files import MediaError, _decode_data
+from apbv.serve.protocols.requests import ApiError, ChatRequest, CompletionRequest
 
 from apbv_tests.servers import InProcess, asking
 
@@ -63,7 +63,7 @@ def drawn(draw: random.Random, depth: int = 0):
 @pytest.mark.parametrize("piece", [2, 3, 7, 2**20])
 def test_what_is_counted_is_what_json_has(monkeypatch, piece):
     """Whatever strings contain, and wherever a piece that is looked at ends."""
-    monkeypatch.setattr("apbv.serve.counting._PIECE", piece)
+    monkeypatch.setattr("apbv.serve.http.json_limits._PIECE", piece)
     draw = random.Random(0)
     outcomes = set()
     for _ in range(300):
@@ -100,8 +100,8 @@ def nothing(*_):
 )
 def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path, body, monkeypatch):
     returned = []
-    monkeypatch.setattr("apbv.serve.app._LARGE_BODY", 2**16)
-    monkeypatch.setattr("apbv.serve.app.return_freed_memory", lambda: returned.append(1))
+    monkeypatch.setattr("apbv.serve.http.app._LARGE_BODY", 2**16)
+    monkeypatch.setattr("apbv.serve.http.app.return_freed_memory", lambda: returned.append(1))
     for kind in (ChatRequest, CompletionRequest):
         monkeypatch.setattr(kind, "model_validate_json", nothing)
     reply = app.request("POST", path, content=body)
@@ -110,7 +110,7 @@ def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path,
 
 
 def test_more_token_ids_than_fit_are_not_laid_out(app, monkeypatch):
-    monkeypatch.setattr("apbv.serve.request_reader.Reader._lay_out", nothing)
+    monkeypatch.setattr("apbv.serve.protocols.request_reader.Reader._lay_out", nothing)
     ids = [1] * (app.worker.reader.max_model_len + 1)
     reply = app.request("POST", RAW, content=json.dumps({"prompt": ids}))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
@@ -124,7 +124,7 @@ def test_of_many_unknown_fields_no_warning_is_made(app, caplog):
 
 
 def test_base64_is_decoded_in_pieces_as_in_one(monkeypatch):
-    monkeypatch.setattr("apbv.serve.media._BASE64_PIECE", 8)
+    monkeypatch.setattr("apbv.serve.media.files._BASE64_PIECE", 8)
     for length in range(40):
         data = bytes(range(length))
         url = f"data:x/y;base64,{base64.b64encode(data).decode()}"

@@ -16,11 +16,11 @@ from PIL import Image
 
 from apbv import demo
 from apbv.input.files import FileIdentity
-from apbv.serve import media as serving_media
-from apbv.serve import request_reader
-from apbv.serve.media import MediaError, PrivateFiles, fetch, is_public, open_media
-from apbv.serve.request_reader import Reader, ReadyRequest
-from apbv.serve.requests import ApiError, ChatRequest
+from apbv.serve.media import files as serving_media
+from apbv.serve.media.files import MediaError, PrivateFiles, fetch, is_public, open_media
+from apbv.serve.protocols import request_reader
+from apbv.serve.protocols.request_reader import Reader, ReadyRequest
+from apbv.serve.protocols.requests import ApiError, ChatRequest
 from apbv.serve.settings import ServerSettings
 
 from apbv_tests.configs import server_settings

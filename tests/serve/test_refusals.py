@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apbv.input.prompt_reader import PromptReader
-from apbv.serve.requests import ApiError, ChatRequest
+from apbv.serve.protocols.requests import ApiError, ChatRequest
 
 from apbv_tests.servers import HAND_OVER, asking, part, post, text
 

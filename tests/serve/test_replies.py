@@ -11,9 +11,9 @@ from apbv.config import SamplingParams
 from apbv.input.request import Question, Request, RequestSettings
 from apbv.kv.facts import digest_of_tokens
 from apbv.kv.ticket import Ticket
-from apbv.serve.job import Job, Piece
-from apbv.serve.replies import Replies
-from apbv.serve.requests import ChatRequest, CompletionRequest
+from apbv.serve.control.job import Job, Piece
+from apbv.serve.protocols.replies import Replies
+from apbv.serve.protocols.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
 from apbv_tests.servers import HAND_OVER, InProcess, asking, chunks, data_url, part, post, text

@@ -12,14 +12,14 @@ from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.input.request import RequestSettings
 from apbv.kv.cache import GROWTH_ROWS
-from apbv.serve.job import Job
-from apbv.serve.metrics import Metrics
-from apbv.serve.request_reader import Reader, ReadyRequest
-from apbv.serve.requests import ApiError, CompletionRequest
-from apbv.serve.scheduler import Limits, Scheduler
+from apbv.serve.control.job import Job
+from apbv.serve.control.scheduler import Limits, Scheduler
+from apbv.serve.control.work_order import WorkOrder
+from apbv.serve.metrics.prometheus import Metrics
+from apbv.serve.protocols.request_reader import Reader, ReadyRequest
+from apbv.serve.protocols.requests import ApiError, CompletionRequest
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
-from apbv.serve.work_order import WorkOrder
 
 from apbv_tests.patience import HANGING
 from apbv_tests.servers import metric_in
@@ -138,7 +138,7 @@ def test_short_prompts_go_beside_long_ones_each_to_the_decode_host_with_the_fewe
 
 
 def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch):
-    monkeypatch.setattr("apbv.serve.scheduler._PER_TOKEN", 0.0)
+    monkeypatch.setattr("apbv.serve.control.scheduler._PER_TOKEN", 0.0)
     books = scheduler(max_tokens=100, split_tokens=8)
     first, early, second, late = (ready(books, prompt) for prompt in (60, 5, 70, 5))
     assert books.take(0) is first and books.take(0, is_short=True) is early
@@ -164,7 +164,7 @@ def test_the_number_of_answers_is_bounded_on_each_host():
 def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
     moments = iter([0.0, 9.0, 9.0, 9.99, *[10.0] * 4])
     monkeypatch.setattr(
-        "apbv.serve.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments))
+        "apbv.serve.control.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments))
     )
     books = scheduler(max_tokens=10**6)
     lengths = {"long": 10_000, "early": 10, "mid": 500, "late": 11}

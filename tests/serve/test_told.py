@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from apbv.kv.offers import ENDINGS
-from apbv.serve.job import RequestRecord
-from apbv.serve.log import OncePerPeriod, log_to_stderr
-from apbv.serve.metrics import FINISHED_REASONS, REFUSALS, Metrics
-from apbv.serve.report import report
+from apbv.serve.control.job import RequestRecord
+from apbv.serve.metrics.log import OncePerPeriod, log_to_stderr
+from apbv.serve.metrics.prometheus import FINISHED_REASONS, REFUSALS, Metrics
+from apbv.serve.metrics.report import report
 
 BEGAN = time.monotonic() // 1 - 100
 # All moments lie apart by another distance.
@@ -176,7 +176,7 @@ def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_
 def test_a_warning_is_logged_once_per_period(monkeypatch):
     now = 0.0
     messages = []
-    monkeypatch.setattr("apbv.serve.log.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("apbv.serve.metrics.log.time", SimpleNamespace(monotonic=lambda: now))
     logger = logging.Logger("a server's")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -194,7 +194,7 @@ def test_different_warnings_are_logged_up_to_a_number_per_period(monkeypatch):
     """What they say differs, though the template is the same."""
     now = 0.0
     messages = []
-    monkeypatch.setattr("apbv.serve.log.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("apbv.serve.metrics.log.time", SimpleNamespace(monotonic=lambda: now))
     logger = logging.Logger("a server's")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

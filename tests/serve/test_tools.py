@@ -15,12 +15,12 @@ import torch
 from apbv import Engine, HostGroup
 from apbv.grammar import Grammars, quoted
 from apbv.input.request import RequestSettings
-from apbv.serve.answer_stream import AnswerStream
-from apbv.serve.job import Piece
-from apbv.serve.request_reader import Reader
-from apbv.serve.thoughts import CLOSING_TAGS, opened_thought
-from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
-from apbv.serve.work_order import ReplyOptions, WorkOrder
+from apbv.serve.control.answer_stream import AnswerStream
+from apbv.serve.control.job import Piece
+from apbv.serve.control.work_order import ReplyOptions, WorkOrder
+from apbv.serve.formats.thoughts import CLOSING_TAGS, opened_thought
+from apbv.serve.formats.tool_calls import HERMES, LLAMA, ToolCallParser, call_format
+from apbv.serve.protocols.request_reader import Reader
 
 from apbv_tests import families
 from apbv_tests.servers import HAND_OVER, InProcess, chunks, part, post, text

@@ -15,14 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
-from apbv.serve.app import build_app
-from apbv.serve.executor import Executor, follow
-from apbv.serve.links import connect_to_hosts, connect_to_leader
-from apbv.serve.media import PrivateFiles
-from apbv.serve.metrics import Metrics
-from apbv.serve.request_reader import Reader
-from apbv.serve.scheduler import Limits, Scheduler
-from apbv.serve.worker import Worker
+from apbv.serve.control.executor import Executor, follow
+from apbv.serve.control.links import connect_to_hosts, connect_to_leader
+from apbv.serve.control.scheduler import Limits, Scheduler
+from apbv.serve.control.worker import Worker
+from apbv.serve.http.app import build_app
+from apbv.serve.media.files import PrivateFiles
+from apbv.serve.metrics.prometheus import Metrics
+from apbv.serve.protocols.request_reader import Reader
 
 from apbv_tests.configs import server_settings
 from apbv_tests.patience import HANGING, limit, wait_for

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
-from ..errors import InvalidRequestError, StorageError
-from ..reporting import raised_as
-from .settings import ServerSettings
+from ...errors import InvalidRequestError, StorageError
+from ...reporting import raised_as
+from ..settings import ServerSettings
 
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16

@@ -8,20 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from ..decode.answer import begin_answer
-from ..engine import Engine
-from ..generated import GenerateResult
-from ..hosts import HostGroup
-from ..input.request import Request
-from ..input.tokenized_prompt import TokenizedPrompt
-from ..kv.offers import Offers
-from ..kv.ticket import Ticket
-from ..prefilling.result import PrefillResult
-from ..speculate.decode_loop import PrefilledRequest
+from ...decode.answer import begin_answer
+from ...engine import Engine
+from ...generated import GenerateResult
+from ...hosts import HostGroup
+from ...input.request import Request
+from ...input.tokenized_prompt import TokenizedPrompt
+from ...kv.offers import Offers
+from ...kv.ticket import Ticket
+from ...prefilling.result import PrefillResult
+from ...speculate.decode_loop import PrefilledRequest
+from ..media.files import PrivateFiles, find_in_folder
 from .decode_thread import Arrival, DecodeThread
 from .links import Link, RemoteOutput
 from .local_prefill import LocalPrefillPool
-from .media import PrivateFiles, find_in_folder
 from .output import Failure, failure_unless_cancelled
 from .work_order import WorkOrder, decode_order
 

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ..decode.answer import finish_reason
-from ..errors import RequestCancelled, StorageError
-from ..generated import GenerateResult
+from ...decode.answer import finish_reason
+from ...errors import RequestCancelled, StorageError
+from ...generated import GenerateResult
+from ..protocols.request_reader import Reader
+from ..protocols.requests import ApiError, GenerationRequest
 from .answer_stream import AnswerStream
 from .decode_thread import DecodeThread
 from .executor import Command, Executor, OfferedKV, exchange_commands, require_decoding
@@ -15,8 +17,6 @@ from .job import Job
 from .links import Links
 from .local_prefill import LocalPrefillPool
 from .output import JobOutput, failure_of
-from .request_reader import Reader
-from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
 from .work_order import WorkOrder, encode_order
 

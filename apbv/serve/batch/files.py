@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import InvalidRequestError, StorageError
-from ..reporting import raised_as
+from ...errors import InvalidRequestError, StorageError
+from ...reporting import raised_as
 
 _HEAD = b'{"id": "batch_req_'  # every line of answers begins so
 _MAY_PASS = (408, 429)  # statuses, beside all from 500 on

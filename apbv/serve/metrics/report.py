@@ -2,9 +2,9 @@
 
 import logging
 
-from .job import DURATIONS, RequestRecord
+from ..control.job import DURATIONS, RequestRecord
 from .log import FIELDS, in_one_line, reason_in_one_line
-from .metrics import Metrics
+from .prometheus import Metrics
 
 _logger = logging.getLogger(__name__)
 

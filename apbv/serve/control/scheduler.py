@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..metrics.prometheus import Metrics
+from ..metrics.report import report
+from ..protocols.requests import ApiError
 from .job import Finished, Job
-from .metrics import Metrics
-from .report import report
-from .requests import ApiError
 from .work_order import WorkOrder
 
 _CLIENT_LEFT = 499  # as nginx has it

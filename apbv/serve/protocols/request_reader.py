@@ -16,17 +16,21 @@ from typing import Any
 
 from PIL import Image
 
-from ..config import SamplingParams
-from ..engine import Engine
-from ..errors import InvalidConfigError, InvalidRequestError
-from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
-from ..input.prompt_reader import PromptReader
-from ..input.rendering import template_words, tool_instructions
-from ..input.request import RequestSettings
-from ..input.tokenized_prompt import TokenizedPrompt
-from ..input.visual import PromptError
-from ..schemas import fixed_texts
-from .media import FolderError, Media, MediaError, PrivateFiles, open_media
+from ...config import SamplingParams
+from ...engine import Engine
+from ...errors import InvalidConfigError, InvalidRequestError
+from ...grammar_checks import GrammarCheckError, GrammarChecksBusyError
+from ...input.prompt_reader import PromptReader
+from ...input.rendering import template_words, tool_instructions
+from ...input.request import RequestSettings
+from ...input.tokenized_prompt import TokenizedPrompt
+from ...input.visual import PromptError
+from ...schemas import fixed_texts
+from ..control.work_order import ReplyOptions, WorkOrder, build_question
+from ..formats.thoughts import CLOSING_TAGS, opened_thought
+from ..formats.tool_calls import CallFormat, ToolCallParser, call_format
+from ..media.files import FolderError, Media, MediaError, PrivateFiles, open_media
+from ..settings import ServerSettings
 from .requests import (
     ApiError,
     ChatRequest,
@@ -37,10 +41,6 @@ from .requests import (
     TokenizeRequest,
     warn_of_ignored,
 )
-from .settings import ServerSettings
-from .thoughts import CLOSING_TAGS, opened_thought
-from .tools import CallFormat, ToolCallParser, call_format
-from .work_order import ReplyOptions, WorkOrder, build_question
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engine import Engine
-from ..input.sink import StopFunction
-from ..input.tokenized_prompt import TokenizedPrompt
+from ...engine import Engine
+from ...input.sink import StopFunction
+from ...input.tokenized_prompt import TokenizedPrompt
 from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder

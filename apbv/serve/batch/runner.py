@@ -13,16 +13,16 @@ from typing import Any
 
 from starlette.types import Message
 
-from ..errors import ApbvError, StorageError
-from .app import build_app
-from .batch_files import Answers, Requests
-from .log import in_one_line, reason_in_one_line
-from .metrics import Metrics
-from .requests import ApiError
-from .scheduler import Scheduler
-from .server import SAME_SIGNAL_SECONDS, SIGNALS
-from .settings import ServerSettings
-from .worker import Worker
+from ...errors import ApbvError, StorageError
+from ..control.scheduler import Scheduler
+from ..control.worker import Worker
+from ..http.app import build_app
+from ..metrics.log import in_one_line, reason_in_one_line
+from ..metrics.prometheus import Metrics
+from ..protocols.requests import ApiError
+from ..server import SAME_SIGNAL_SECONDS, SIGNALS
+from ..settings import ServerSettings
+from .files import Answers, Requests
 
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _LOOK_AHEAD = 32  # requests that are read while others run; a body may have --max-body-mib

@@ -7,9 +7,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..decode.answer import FinishReason
-from .request_reader import ReadyRequest
-from .requests import ApiError
+from ...decode.answer import FinishReason
+from ..protocols.request_reader import ReadyRequest
+from ..protocols.requests import ApiError
 
 # The moments of a record that bound a duration.
 DURATIONS = {

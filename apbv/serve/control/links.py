@@ -14,10 +14,10 @@ from itertools import count
 from threading import Lock, Thread
 from typing import Any
 
-from ..errors import HostError
-from ..hosts import HostGroup
-from ..kv.sending import Listener
-from ..kv.wire import LOOPBACK, connect, own_address, sever
+from ...errors import HostError
+from ...hosts import HostGroup
+from ...kv.sending import Listener
+from ...kv.wire import LOOPBACK, connect, own_address, sever
 from .job import Piece
 from .messages import (
     AnswerMessage,

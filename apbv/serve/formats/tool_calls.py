@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..decode.text import overlap
-from ..grammar import json_rule, quoted
+from ...decode.text import overlap
+from ...grammar import json_rule, quoted
 from .thoughts import CLOSING_TAGS
 
 _decode_json = json.JSONDecoder().raw_decode

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..hosts import HostGroup
-from ..input.request import Question, Request, RequestSettings
-from ..input.sink import StopFunction
-from ..input.tokenized_prompt import TokenizedPrompt
-from ..stats import StageTimer
+from ...hosts import HostGroup
+from ...input.request import Question, Request, RequestSettings
+from ...input.sink import StopFunction
+from ...input.tokenized_prompt import TokenizedPrompt
+from ...stats import StageTimer
 
 
 @dataclass(frozen=True, kw_only=True)

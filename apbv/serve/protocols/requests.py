@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypeIs
 
-from ..config import MAX_FPS
-from ..input.content import (
+from ...config import MAX_FPS
+from ...input.content import (
     OTHER_FILE_OPTIONS,
     VIDEO_OPTIONS,
     OptionError,

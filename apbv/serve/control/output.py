@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import FAULT_HTTP_STATUS, ApbvError, RequestCancelled, as_kind, describe_error
+from ...errors import FAULT_HTTP_STATUS, ApbvError, RequestCancelled, as_kind, describe_error
+from ..protocols.request_reader import client_message
+from ..protocols.requests import ApiError
 from .job import Finished, Job, Piece
-from .request_reader import client_message
-from .requests import ApiError
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
-from ..allocator import return_freed_memory
-from .bodies import Bodies
-from .counting import JsonLimits
-from .job import Event, Finished, Job, Piece
-from .replies import Replies
-from .requests import (
+from ... import __version__
+from ...allocator import return_freed_memory
+from ..control.job import Event, Finished, Job, Piece
+from ..control.scheduler import Scheduler
+from ..control.worker import Worker
+from ..protocols.replies import Replies
+from ..protocols.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -35,9 +35,9 @@ from .requests import (
     GenerationRequest,
     TokenizeRequest,
 )
-from .scheduler import Scheduler
-from .settings import ServerSettings
-from .worker import Worker
+from ..settings import ServerSettings
+from .bodies import Bodies
+from .json_limits import JsonLimits
 
 _PARSERS = 4  # bodies parsed concurrently
 _TOKENIZERS = 4  # prompts tokenized concurrently for tokenize requests

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from .job import Event, Finished, Job, Piece
+from ..control.job import Event, Finished, Job, Piece
+from ..formats.tool_calls import ToolCallParser
 from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
-from .tools import ToolCallParser
 
 
 class Replies:

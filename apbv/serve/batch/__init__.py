@@ -1,0 +1,1 @@
+"""Files of requests, answered by the engine without HTTP."""

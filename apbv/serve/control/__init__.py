@@ -1,0 +1,1 @@
+"""From a request that was read to its answers: the queue, the hosts, and what they send back."""

@@ -1,0 +1,1 @@
+"""The HTTP API: connections, bodies, endpoints."""

@@ -1,0 +1,1 @@
+"""The files of requests: where they may come from."""

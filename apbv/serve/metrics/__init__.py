@@ -1,0 +1,1 @@
+"""What is told about requests: Prometheus metrics, and the log."""

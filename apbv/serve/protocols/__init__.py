@@ -1,0 +1,1 @@
+"""The fields of requests, read into orders; and the replies."""
