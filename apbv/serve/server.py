@@ -94,10 +94,11 @@ def serve(
         HostError: a host ended, or failed in an exchange.
     """
 
-    def open_http(worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
+    def open_http(worker: Worker, scheduler: Scheduler, reader: Reader) -> Callable[[], None]:
         assert sock is not None, "host 0 has bound a socket"
         listen(sock)
-        server = _Server(build_app(worker, scheduler, settings), worker, sock, settings, hosts.size)
+        app = build_app(worker, scheduler, reader, settings)
+        server = _Server(app, worker, sock, settings, hosts.size)
         return lambda: asyncio.run(server.serve([sock]))
 
     run_worker(engine, hosts, settings, open_http)
@@ -107,7 +108,7 @@ def run_worker(
     engine: Engine,
     hosts: HostGroup,
     settings: ServerSettings,
-    open_source: Callable[[Worker, Scheduler], Callable[[], None]] | None = None,
+    open_source: Callable[[Worker, Scheduler, Reader], Callable[[], None]] | None = None,
 ) -> None:
     """Answer requests until their source ends; collective.
 
@@ -154,8 +155,8 @@ def run_worker(
             if scheduler is not None:
                 assert open_source is not None, "host 0 has a source of requests"
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
-                worker = Worker(executor, reader, scheduler, links)
-                run = open_source(worker, scheduler)
+                worker = Worker(executor, scheduler, private_files, links)
+                run = open_source(worker, scheduler, reader)
         if worker is not None:
             run()
             if worker.failure is not None:

@@ -15,6 +15,7 @@ import pytest
 
 from apbv import HostGroup
 from apbv.launch.batch import failures, parse_arguments, summary
+from apbv.serve.batch import runner
 from apbv.serve.batch.files import Answers, Requests
 from apbv.serve.batch.runner import Batch
 from apbv.serve.server import run_worker

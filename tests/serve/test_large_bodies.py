@@ -8,9 +8,10 @@ from contextlib import closing
 
 import pytest
 
+from apbv.serve.api_error import ApiError
 from apbv.serve.http.json_limits import JsonLimits
 from apbv.serve.media.files import MediaError, _decode_data
-from apbv.serve.protocols.requests import ApiError, ChatRequest, CompletionRequest
+from apbv.serve.protocols.requests import ChatRequest, CompletionRequest
 
 from apbv_tests.servers import InProcess, asking
 
@@ -111,7 +112,7 @@ def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path,
 
 def test_more_token_ids_than_fit_are_not_laid_out(app, monkeypatch):
     monkeypatch.setattr("apbv.serve.protocols.request_reader.Reader._lay_out", nothing)
-    ids = [1] * (app.worker.reader.max_model_len + 1)
+    ids = [1] * (app.reader.max_model_len + 1)
     reply = app.request("POST", RAW, content=json.dumps({"prompt": ids}))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
 

@@ -16,11 +16,13 @@ from PIL import Image
 
 from apbv import demo
 from apbv.input.files import FileIdentity
+from apbv.serve.api_error import ApiError
+from apbv.serve.control.ready_request import ReadyRequest
 from apbv.serve.media import files as serving_media
 from apbv.serve.media.files import MediaError, PrivateFiles, fetch, is_public, open_media
 from apbv.serve.protocols import request_reader
-from apbv.serve.protocols.request_reader import Reader, ReadyRequest
-from apbv.serve.protocols.requests import ApiError, ChatRequest
+from apbv.serve.protocols.request_reader import Reader
+from apbv.serve.protocols.requests import ChatRequest
 from apbv.serve.settings import ServerSettings
 
 from apbv_tests.configs import server_settings

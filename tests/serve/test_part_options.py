@@ -34,14 +34,14 @@ def forms(**options) -> list[dict]:
 def sampled(app, monkeypatch):
     """The frames of each video that the engine was asked about, request by request."""
     found = []
-    read = app.worker.reader.read
+    read = app.reader.read
 
     def reading(*arguments):
         ready = read(*arguments)
         found.append([video.frames for video in ready.prompt.videos])
         return ready
 
-    monkeypatch.setattr(app.worker.reader, "read", reading)
+    monkeypatch.setattr(app.reader, "read", reading)
     return found
 
 

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apbv.input.prompt_reader import PromptReader
-from apbv.serve.protocols.requests import ApiError, ChatRequest
+from apbv.serve.api_error import ApiError
+from apbv.serve.protocols.requests import ChatRequest
 
 from apbv_tests.servers import HAND_OVER, asking, part, post, text
 
@@ -288,9 +289,9 @@ def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, mon
 
 
 def test_a_video_of_more_packets_than_allowed_is_refused_while_they_are_listed(app, monkeypatch):
-    settings = app.worker.reader._settings
+    settings = app.reader._settings
     few_packets = replace(settings, media=replace(settings.media, max_packets=9))
-    monkeypatch.setattr(app.worker.reader, "_settings", few_packets)
+    monkeypatch.setattr(app.reader, "_settings", few_packets)
     monkeypatch.setattr(app.engine.videos, "_found", {})
     error = post(app, CHAT, **chat(part("video", "clip.mp4"), text("x"))).json()["error"]
     assert error["param"] == "messages" and "9 packets" in error["message"]

@@ -79,7 +79,7 @@ def test_a_stream_without_a_client_ends_silently(app):
 
 
 def test_without_a_limit_an_answer_has_sixteen_tokens_or_what_there_is_room_for(app, prompt_ids):
-    prompt = (prompt_ids * 48)[: app.worker.reader.max_model_len - 3]
+    prompt = (prompt_ids * 48)[: app.reader.max_model_len - 3]
     for given, count in ((PROMPT, 16), (prompt, 3)):
         assert complete(app, given, ignore_eos=True)["usage"]["completion_tokens"] == count
     error = post(app, "/v1/completions", prompt=prompt, max_tokens=4).json()["error"]
@@ -172,7 +172,7 @@ def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to
         asked = {**prompt, "kv_transfer_params": HAND_OVER, "min_tokens": 100, "seed": -5}
         request = body.parse(json.dumps(asked).encode())
         with ExitStack() as stack:
-            order = handing_over.worker.reader.read(request, stack).order
+            order = handing_over.reader.read(request, stack).order
         chosen = order.settings.sampling
         assert (order.hands_over, chosen.max_new_tokens, chosen.min_tokens, chosen.seed) == (
             True,
@@ -336,7 +336,7 @@ def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, pro
     )
     assert (told["count"], told["max_model_len"]) == (
         len(prompt_ids),
-        app.worker.reader.max_model_len,
+        app.reader.max_model_len,
     )
     assert post(app, "/detokenize", tokens=prompt_ids).json() == {
         "prompt": tokenizer.decode(prompt_ids)
@@ -391,6 +391,6 @@ def test_a_requests_id_is_the_clients_and_each_is_one_line_of_the_log_without_wh
 
 def test_what_operators_and_routers_ask(app):
     (model,) = app.request("GET", "/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("demo", app.worker.reader.max_model_len)
+    assert (model["id"], model["max_model_len"]) == ("demo", app.reader.max_model_len)
     others = {"/v1/models/demo": 200, "/v1/models/other": 404, "/ping": 200, "/version": 200}
     assert {path: app.request("GET", path).status_code for path in others} == others

@@ -12,12 +12,13 @@ from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.input.request import RequestSettings
 from apbv.kv.cache import GROWTH_ROWS
+from apbv.serve.api_error import ApiError
 from apbv.serve.control.job import Job
+from apbv.serve.control.ready_request import ReadyRequest
 from apbv.serve.control.scheduler import Limits, Scheduler
 from apbv.serve.control.work_order import WorkOrder
 from apbv.serve.metrics.prometheus import Metrics
-from apbv.serve.protocols.request_reader import Reader, ReadyRequest
-from apbv.serve.protocols.requests import ApiError, CompletionRequest
+from apbv.serve.protocols.request_reader import Reader
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 
@@ -51,7 +52,7 @@ def ready(
         settings=RequestSettings(sampling=SamplingParams(max_new_tokens=answer)),
         hands_over=hands_over,
     )
-    job.read = ReadyRequest(order, prompt, [*media], CompletionRequest(prompt="x"))
+    job.read = ReadyRequest(order, prompt, [*media], "prompt")
     scheduler.make_ready(job)
     return job
 

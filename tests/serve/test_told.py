@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from apbv.kv.offers import ENDINGS
-from apbv.serve.control.job import RequestRecord
 from apbv.serve.metrics.log import OncePerPeriod, log_to_stderr
 from apbv.serve.metrics.prometheus import FINISHED_REASONS, REFUSALS, Metrics
+from apbv.serve.metrics.record import RequestRecord
 from apbv.serve.metrics.report import report
 
 BEGAN = time.monotonic() // 1 - 100

@@ -14,12 +14,13 @@ from typing import Any
 from starlette.types import Message
 
 from ...errors import ApbvError, StorageError
+from ..api_error import ApiError
 from ..control.scheduler import Scheduler
 from ..control.worker import Worker
 from ..http.app import build_app
 from ..metrics.log import in_one_line, reason_in_one_line
 from ..metrics.prometheus import Metrics
-from ..protocols.requests import ApiError
+from ..protocols.request_reader import Reader
 from ..server import SAME_SIGNAL_SECONDS, SIGNALS
 from ..settings import ServerSettings
 from .files import Answers, Requests
@@ -82,11 +83,11 @@ class Batch:
         """How many lines with an id of their own have been read so far."""
         return len(self._custom_ids)
 
-    def open(self, worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
+    def open(self, worker: Worker, scheduler: Scheduler, reader: Reader) -> Callable[[], None]:
         """Return the function that answers the requests, for :func:`.server.run_worker`."""
         self._worker = worker
         self._scheduler = scheduler
-        self._app = build_app(worker, scheduler, self._settings)
+        self._app = build_app(worker, scheduler, reader, self._settings)
         return self._run
 
     @property

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import FAULT_HTTP_STATUS, ApbvError, RequestCancelled, as_kind, describe_error
-from ..protocols.request_reader import client_message
-from ..protocols.requests import ApiError
+from ..api_error import ApiError
+from ..media.files import client_message
 from .job import Finished, Job, Piece
 from .scheduler import Scheduler
 
@@ -157,7 +157,7 @@ class JobOutput:
         read = self._job.read
         message = client_message(failure.message, read.media)
         if failure.is_invalid:
-            error = ApiError(failure.status, message, param=read.request.prompt_field)
+            error = ApiError(failure.status, message, param=read.prompt_field)
             self._scheduler.end(self._job, error, "invalid")
         else:
             self._scheduler.end(self._job, ApiError(failure.status, message), "failed")

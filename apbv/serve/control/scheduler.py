@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..api_error import ApiError
 from ..metrics.prometheus import Metrics
 from ..metrics.report import report
-from ..protocols.requests import ApiError
 from .job import Finished, Job
 from .work_order import WorkOrder
 

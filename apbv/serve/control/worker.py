@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from ...decode.answer import finish_reason
 from ...errors import RequestCancelled, StorageError
 from ...generated import GenerateResult
-from ..protocols.request_reader import Reader
-from ..protocols.requests import ApiError, GenerationRequest
+from ..api_error import ApiError
+from ..media.files import PrivateFiles
 from .answer_stream import AnswerStream
 from .decode_thread import DecodeThread
 from .executor import Command, Executor, OfferedKV, exchange_commands, require_decoding
@@ -17,6 +17,7 @@ from .job import Job
 from .links import Links
 from .local_prefill import LocalPrefillPool
 from .output import JobOutput, failure_of
+from .ready_request import ReadyRequest
 from .scheduler import Scheduler
 from .work_order import WorkOrder, encode_order
 
@@ -24,6 +25,10 @@ from .work_order import WorkOrder, encode_order
 # the hosts' own wait, so that a wait between two requests is a single one.
 _IDLE_SECONDS = 0.5
 _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
+
+
+# Reads a request, with a stack that keeps its files open, and asks whether it is still wanted.
+ReadRequest = Callable[[ExitStack, Callable[[], bool]], ReadyRequest]
 
 
 class Worker:
@@ -37,10 +42,10 @@ class Worker:
     Args:
         executor: carries orders out, together with the other hosts' executors.
         scheduler: the request queue and limits.
+        private_files: the files that requests bring.
         links: the connections to the other hosts; None if only host 0 decodes alone.
 
     Attributes:
-        reader: reads the requests.
         batching_obstacle: why answers are not batched; None if they are.
         failure: the error that ended the thread prematurely.
     """
@@ -48,13 +53,13 @@ class Worker:
     def __init__(
         self,
         executor: Executor,
-        reader: Reader,
         scheduler: Scheduler,
+        private_files: PrivateFiles,
         links: Links | None = None,
     ):
         self._executor = executor
-        self.reader = reader
         self._scheduler = scheduler
+        self._private_files = private_files
         self._links = links
         self.batching_obstacle = executor.engine.batching_obstacle
         self._decoding = None if self.batching_obstacle else DecodeThread(executor.engine)
@@ -108,20 +113,24 @@ class Worker:
                 self._scheduler.metrics.observe_end(job.record)
             raise
 
-    def submit(self, job: Job, request: GenerationRequest) -> None:
+    def submit(self, job: Job, read: ReadRequest, hands_over: bool) -> None:
         """Read a request, which may take long, and put it into the queue.
 
         An error becomes its last event.
+
+        Args:
+            read: reads it.
+            hands_over: whether the prompt's KV is to be transferred to another server.
         """
 
         def is_wanted() -> bool:
             return not (job.is_cancelled or self._scheduler.is_stopping)
 
         try:
-            if request.hands_over and self._executor.offers is None:
+            if hands_over and self._executor.offers is None:
                 message = "this server does not transfer KV: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
-            job.read = self.reader.read(request, job.files, is_wanted)
+            job.read = read(job.files, is_wanted)
             self._scheduler.make_ready(job)
         except ApiError as error:
             self._end_unread(job, error)
@@ -159,7 +168,7 @@ class Worker:
     def cut_short(self) -> None:
         """Abort running requests while :meth:`finish` waits for them, and delete clients' files."""
         self._scheduler.cut_short()
-        self.reader.close()
+        self._private_files.close()
 
     def _run(self) -> None:
         try:

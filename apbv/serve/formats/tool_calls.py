@@ -114,6 +114,33 @@ def call_format(instructions: str | None) -> CallFormat | None:
     return LLAMA if _LLAMA_CALL in instructions else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallParsing:
+    """How calls are found in the answers to a request.
+
+    Attributes:
+        form: the format of calls.
+        max_calls: the most calls of an answer; further ones are dropped. None: any number.
+        names: the functions that are offered; None: any.
+        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`);
+            None: it ended in none.
+        has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of
+            calls only.
+    """
+
+    form: CallFormat
+    max_calls: int | None = None
+    names: Collection[str] | None = None
+    thought: str | None = None
+    has_thoughts: bool = True
+
+    def parser(self) -> "ToolCallParser":
+        """Return a parser for one answer."""
+        return ToolCallParser(
+            self.form, self.max_calls, self.names, self.thought, self.has_thoughts
+        )
+
+
 class ToolCallParser:
     """Separates the calls in a growing answer from its text.
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -23,12 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
 from ...allocator import return_freed_memory
+from ..api_error import ApiError
 from ..control.job import Event, Finished, Job, Piece
 from ..control.scheduler import Scheduler
 from ..control.worker import Worker
 from ..protocols.replies import Replies
+from ..protocols.request_reader import Reader
 from ..protocols.requests import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -49,7 +51,9 @@ _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) -> Starlette:
+def build_app(
+    worker: Worker, scheduler: Scheduler, reader: Reader, settings: ServerSettings
+) -> Starlette:
     """Build the ASGI application.
 
     Args:
@@ -57,7 +61,7 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
         settings: with the model name in requests, their largest body, and the bearer token required
             for requests to the model or its tokenizer.
     """
-    endpoints = _Endpoints(worker, scheduler, settings)
+    endpoints = _Endpoints(worker, scheduler, reader, settings)
 
     def guarded(handler: _Handler) -> _Handler:
         async def guard(request: Request) -> Response:
@@ -99,12 +103,15 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 class _Endpoints:
     """Request handlers."""
 
-    def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
+    def __init__(
+        self, worker: Worker, scheduler: Scheduler, reader: Reader, settings: ServerSettings
+    ):
         self._worker = worker
+        self._reader = reader
         self._scheduler = scheduler
         self._model = settings.model
         self._bodies = Bodies(settings.max_body_bytes)
-        self._max_model_len = worker.reader.max_model_len
+        self._max_model_len = reader.max_model_len
         self._json_limits = JsonLimits.for_requests(self._max_model_len, settings.media.max_frames)
         self._started = int(time.time())
         self._num_answering = 0  # requests that are being answered
@@ -173,7 +180,8 @@ class _Endpoints:
         watch = asyncio.create_task(self._cancel_when_gone(http_request, jobs))
         events = self._events(jobs, watch)
         for prompt_job, prompt_body in zip(jobs, prompt_bodies, strict=True):
-            self._readers.submit(self._worker.submit, prompt_job, prompt_body)
+            read = partial(self._reader.read, prompt_body)
+            self._readers.submit(self._worker.submit, prompt_job, read, body.hands_over)
 
         # Reply.
         replies = Replies(jobs, body, self._model)
@@ -196,7 +204,7 @@ class _Endpoints:
 
     async def tokenize(self, http_request: Request) -> Response:
         body = await self._read(http_request, TokenizeRequest)
-        reader = self._worker.reader
+        reader = self._reader
 
         def tokenize() -> dict[str, Any]:
             tokens = reader.tokenize(body)
@@ -210,7 +218,7 @@ class _Endpoints:
 
     async def detokenize(self, http_request: Request) -> Response:
         body = await self._read(http_request, DetokenizeRequest)
-        detokenize = self._worker.reader.detokenize
+        detokenize = self._reader.detokenize
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(self._light, detokenize, body.tokens)
         return JSONResponse({"prompt": text})

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from ..protocols.requests import ApiError
+from ..api_error import ApiError
 
 _BODY_SECONDS = 60.0
 _MOST_WHOLE = 4  # bodies of the largest size that may be half read at once

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..protocols.requests import ApiError
+from ..api_error import ApiError
 
 # Bytes that are looked at without a chance for other threads, which takes less than a millisecond.
 _PIECE = 2**20

@@ -1,1 +1,1 @@
-"""The files of requests: where they may come from."""
+"""Where the files of requests are from, and how large they can be."""

@@ -11,6 +11,7 @@ import hashlib
 import http.client
 import ipaddress
 import os
+import re
 import socket
 import ssl
 import stat
@@ -380,3 +381,14 @@ def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> byte
     if response.length:
         raise MediaError(f"{host} closed the connection in the middle of the file")
     return bytes(data)
+
+
+def client_message(text: str, media: list[Media]) -> str:
+    """Return an error's message, with files called what the request calls them."""
+    for file in media:
+        text = text.replace(str(file.path), file.name)
+        if file.relative is None:
+            # Other hosts have it elsewhere, by the same name.
+            escaped_name = file.name.replace("\\", r"\\")
+            text = re.sub(rf"\S*/{file.path.name}", escaped_name, text)
+    return text

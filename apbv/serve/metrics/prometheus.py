@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ...kv.offers import ENDINGS
-from ..control.job import RequestRecord
+from .record import RequestRecord
 
 _TABLE = tomllib.loads(Path(__file__).with_name("prometheus.toml").read_text(encoding="utf-8"))
 # Outcomes and vLLM's names for them; vLLM counts only requests that its engine has accepted.

@@ -2,9 +2,9 @@
 
 import logging
 
-from ..control.job import DURATIONS, RequestRecord
 from .log import FIELDS, in_one_line, reason_in_one_line
 from .prometheus import Metrics
+from .record import DURATIONS, RequestRecord
 
 _logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from ..api_error import ApiError
 from ..control.job import Event, Finished, Job, Piece
 from ..formats.tool_calls import ToolCallParser
-from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
+from .requests import ChatRequest, GenerationRequest, StreamOptions
 
 
 class Replies:

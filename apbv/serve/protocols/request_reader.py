@@ -5,13 +5,10 @@ This runs on host 0, concurrently with the engine's thread.
 
 import copy
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from PIL import Image
@@ -26,13 +23,14 @@ from ...input.request import RequestSettings
 from ...input.tokenized_prompt import TokenizedPrompt
 from ...input.visual import PromptError
 from ...schemas import fixed_texts
+from ..api_error import ApiError
+from ..control.ready_request import ReadyRequest
 from ..control.work_order import ReplyOptions, WorkOrder, build_question
 from ..formats.thoughts import CLOSING_TAGS, opened_thought
-from ..formats.tool_calls import CallFormat, ToolCallParser, call_format
-from ..media.files import FolderError, Media, MediaError, PrivateFiles, open_media
+from ..formats.tool_calls import CallFormat, CallParsing, call_format
+from ..media.files import FolderError, Media, MediaError, PrivateFiles, client_message, open_media
 from ..settings import ServerSettings
 from .requests import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -67,53 +65,6 @@ _CHARS_PER_TOKEN = 8
 
 def _is_always_wanted() -> bool:
     return True
-
-
-@dataclass(frozen=True)
-class ReadyRequest:
-    """A request that is ready for the engine.
-
-    Attributes:
-        order: the request as it is sent to every host.
-        num_tokens: the prompt's tokens.
-        media: the order's files, on host 0.
-        request: the body.
-        prompt: the prompt as read; the engine of host 0 need not read it again.
-        call_format: how the model writes calls of tools; None: it calls none.
-        thought: the tag of the thought in which the prompt ends; None: it ends in none.
-    """
-
-    order: WorkOrder
-    num_tokens: int
-    media: list[Media]
-    request: GenerationRequest
-    prompt: TokenizedPrompt | None = None
-    call_format: CallFormat | None = None
-    thought: str | None = None
-
-    def call_parser(self) -> ToolCallParser:
-        """Return a parser for an answer that may call tools."""
-        request = self.request
-        assert self.call_format is not None, "the model can call tools"
-        function_names = {function["name"] for function in request.functions}
-        return ToolCallParser(
-            self.call_format,
-            max_calls=1 if request.makes_one_call else None,
-            names=function_names,
-            thought=self.thought,
-            has_thoughts=not request.is_constrained,
-        )
-
-    @property
-    def paths(self) -> AbstractContextManager[list[Path]]:
-        """The order's files on host 0, which its job keeps open."""
-        return nullcontext([file.path for file in self.media])
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt's tokens."""
-        assert self.prompt is not None, "host 0 has read the prompt"
-        return self.prompt.batch["input_ids"][0].tolist()
 
 
 class Reader:
@@ -190,14 +141,19 @@ class Reader:
 
         # Write the order.
         sampling = self._sampling(request, max_new_tokens, constraint)
-        call_format = None
+        calls = None
         shown_token_ids = []
-        thought = None
         if request.may_call:
             call_format = self._call_format
             assert call_format is not None, "requests with tools are refused without one"
             shown_token_ids = _shown_token_ids(call_format, prompts.tokenizer)
-            thought = opened_thought(prompt.rendered.text, request.continued_texts)
+            calls = CallParsing(
+                form=call_format,
+                max_calls=1 if request.makes_one_call else None,
+                names={function["name"] for function in request.functions},
+                thought=opened_thought(prompt.rendered.text, request.continued_texts),
+                has_thoughts=not request.is_constrained,
+            )
         order = WorkOrder(
             question_fields=question_fields,
             files=[file.relative for file in media],
@@ -219,10 +175,9 @@ class Reader:
             order=order,
             num_tokens=num_tokens,
             media=media,
-            request=request,
+            prompt_field=request.prompt_field,
             prompt=prompt,
-            call_format=call_format,
-            thought=thought,
+            calls=calls,
         )
 
     def _token_ids(self, request: CompletionRequest, prompts: PromptReader) -> list[int]:
@@ -287,10 +242,6 @@ class Reader:
             min_tokens=request.min_tokens or 0,
         )
         return sampling.filled(self._engine.sampling)
-
-    def close(self) -> None:
-        """Delete the files that requests brought; none can be read any more that has some."""
-        self._private_files.close()
 
     def _constraint(
         self, request: GenerationRequest, is_wanted: Callable[[], bool]
@@ -652,17 +603,6 @@ def _require_small(
             f"ask for fewer {name}"
         )
         raise ApiError(400, message, param="messages")
-
-
-def client_message(text: str, media: list[Media]) -> str:
-    """Return an error's message, with files called what the request calls them."""
-    for file in media:
-        text = text.replace(str(file.path), file.name)
-        if file.relative is None:
-            # Other hosts have it elsewhere, by the same name.
-            escaped_name = file.name.replace("\\", r"\\")
-            text = re.sub(rf"\S*/{file.path.name}", escaped_name, text)
-    return text
 
 
 def _image_size(file: Media) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -26,6 +26,7 @@ from ...input.content import (
     in_openais_form,
     require_consistent,
 )
+from ..api_error import ApiError
 
 
 def _require_finite(value: Any) -> Any:
@@ -80,53 +81,6 @@ _NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _Body = TypeVar("_Body", bound="_Strict")
 
 _logger = logging.getLogger("apbv.serve.fields")
-
-
-class ApiError(Exception):
-    """Error reply to a request, in OpenAI's format.
-
-    Args:
-        status: HTTP status code.
-        message: the error message for the client.
-        param: the request field at fault.
-        code: OpenAI's error code, if there is one.
-        headers: the response's extra headers.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The response's JSON."""
-        error = {
-            "message": str(self),
-            "type": self._type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
-
-    @property
-    def _type(self) -> str:
-        """OpenAI's name for this kind of error."""
-        if self.status == 401:
-            return "authentication_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
 
 
 class _Strict(BaseModel):

@@ -193,7 +193,7 @@ class InProcess:
         settings = server_settings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
-        reader = Reader(engine, settings, self.private_files, limits.max_tokens)
+        self.reader = reader = Reader(engine, settings, self.private_files, limits.max_tokens)
         decode_hosts = engine.num_decode_hosts
         self.scheduler = scheduler = Scheduler(
             limits, Metrics("demo"), num_decode_hosts=max(decode_hosts, 1)
@@ -202,8 +202,8 @@ class InProcess:
         self._stack = ExitStack()
         links = connect_to_hosts(engine.hosts, self._stack) if decode_hosts > 1 else None
         executor = Executor(engine, engine.hosts, self.offers)
-        self.worker = Worker(executor, reader, scheduler, links)
-        self.app = build_app(self.worker, scheduler, settings)
+        self.worker = Worker(executor, scheduler, self.private_files, links)
+        self.app = build_app(self.worker, scheduler, reader, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
