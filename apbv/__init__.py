@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .compat.torchvision_guard import ensure_torchvision_imports
 from .config import (
     DecodeConfig,
     PrefillConfig,
@@ -29,11 +30,9 @@ from .errors import (
     StorageError,
     UnsupportedModelError,
 )
-from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .generated import GenerateResult
     from .hosts import HostGroup
     from .input.audio import AudioError
     from .input.model_inputs import ModelInputs
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from .prefilling.forward import prefill
     from .prefilling.load import load
     from .prefilling.result import PrefillResult
+    from .request.result import GenerateResult
 
 __version__ = "0.2.0"
 
@@ -50,7 +50,7 @@ __version__ = "0.2.0"
 # (PEP 562).
 _SUBMODULES = {
     "Engine": "engine",
-    "GenerateResult": "generated",
+    "GenerateResult": "request.result",
     "HostGroup": "hosts",
     "AudioError": "input.audio",
     "ModelInputs": "input.model_inputs",

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_type
+from .config.refusals import refuse
 from .decode.answer import begin_answer, finish_reason
 from .decode.batch import Batch, Member, model_batching_obstacle
 from .decode.text import AnswerText
@@ -29,15 +30,11 @@ from .errors import (
     NotEnoughMemoryError,
     RequestCancelled,
 )
-from .generated import GenerateResult
-from .grammar import Grammars
+from .grammar.grammars import Grammars
 from .hosts import HostGroup
 from .input.files import KnownVideos
 from .input.prompt_reader import PromptReader
-from .input.request import Callbacks, Question, Request, RequestSettings
-from .input.sink import AnswerSink, StopFunction
 from .input.tokenized_prompt import SampledVideo
-from .logprobs import TokenLogprobs
 from .model.attention import apbv_attention
 from .model.families import hybrid_family
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
@@ -48,8 +45,11 @@ from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
-from .refusals import refuse
 from .reporting import warn_caller, warn_renamed
+from .request.logprobs import TokenLogprobs
+from .request.request import Callbacks, Question, Request, RequestSettings
+from .request.result import GenerateResult
+from .request.sink import AnswerSink, StopFunction
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
 from .speculate.speculative_batch import join_batch
@@ -594,7 +594,7 @@ class Engine:
         Args:
             make_question, make_sampling: return the question and the sampling parameters, or reject
                 the caller's.
-            callbacks: fields of :class:`~apbv.input.request.Callbacks`.
+            callbacks: fields of :class:`~apbv.request.request.Callbacks`.
             positions, decode_host: of the request.
             wants_whole_answer: reject a prompt that leaves too few positions for the largest number
                 of tokens, where one is given; otherwise the answer is shortened.

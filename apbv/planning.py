@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_type
+from .config.refusals import refuse
 from .errors import InvalidConfigError, InvalidRequestError
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk
@@ -26,7 +27,6 @@ from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, PrefillMethod, resolve_method
 from .prefilling.reduction.pruning import require_usable
-from .refusals import refuse
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 from tqdm import tqdm

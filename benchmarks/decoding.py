@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch
@@ -29,19 +29,19 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from apbv import DecodeConfig, HostGroup, SamplingParams
-from apbv.allocator import keep_freed_memory
+from apbv.compat.versions import CACHE_ARGUMENT
 from apbv.decode.answer import Answer, generate_tokens
 from apbv.decode.batch import Batch
-from apbv.decode.batch_steps import BatchRunner, OwnKV
-from apbv.decode.runner import Decoder
-from apbv.input.request import Question, Request, RequestSettings
+from apbv.device.allocator import keep_freed_memory
 from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.reporting import report_error
+from apbv.request.request import Question, Request, RequestSettings
+from apbv.runner.batch_steps import BatchRunner, OwnKV
+from apbv.runner.decoder import Decoder
 from apbv.stats import StageTimer
 from apbv.testing.random_models import CONFIGS
-from apbv.versions import CACHE_ARGUMENT
 
 from support.arguments import parser_of
 from support.bench import load_model

@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch

@@ -19,7 +19,7 @@ import json
 import sys
 from pathlib import Path
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import numpy as np

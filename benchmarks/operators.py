@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import distributions
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch

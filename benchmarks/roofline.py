@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch

@@ -33,7 +33,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 from apbv import HostGroup, PrefillConfig

@@ -38,7 +38,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from unittest import TestCase, mock
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 

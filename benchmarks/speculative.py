@@ -34,7 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.decode.answer import begin_answer
 from apbv.errors import InvalidRequestError
 
@@ -44,8 +44,8 @@ from tqdm import tqdm
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES, PRUNINGS
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.video import probe
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer
 

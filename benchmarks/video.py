@@ -26,7 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import HostError
 
 # isort: split

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split
 from apbv import Engine
+from apbv.compat.versions import how_to_install
 from apbv.input.video import sample_fps, sample_uniform
-from apbv.versions import how_to_install
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark

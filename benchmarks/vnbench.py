@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

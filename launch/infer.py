@@ -10,6 +10,7 @@ import argparse
 from functools import partial
 
 from apbv import demo
+from apbv.config.refusals import refuse
 from apbv.launch.options import (
     ANSWER_LENGTH,
     SAMPLING,
@@ -22,7 +23,6 @@ from apbv.launch.options import (
     check,
     exit_with,
 )
-from apbv.refusals import refuse
 
 
 def parse_arguments(

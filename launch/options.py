@@ -470,7 +470,7 @@ def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from apbv.allocator import keep_freed_memory
+    from apbv.device.allocator import keep_freed_memory
 
     if hosts.device.type == "cpu":
         keep_freed_memory()

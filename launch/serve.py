@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apbv.compat.versions import how_to_install
 from apbv.config import REUSE_MODES, ReuseConfig
+from apbv.config.refusals import refuse
 from apbv.errors import BackendUnavailableError, InvalidConfigError
 from apbv.launch.options import (
     ANSWER_LENGTH,
@@ -35,10 +37,8 @@ from apbv.launch.options import (
     prepare_process,
     reading,
 )
-from apbv.refusals import refuse
 from apbv.serve.metrics.log import LOG_FORMATS
 from apbv.serve.settings import KVTransferSettings, MediaLimits, ServerSettings
-from apbv.versions import how_to_install
 
 if TYPE_CHECKING:
     from apbv import HostGroup

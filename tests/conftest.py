@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config, "workerinput"
     ):
         return
-    import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+    import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
     # isort: split
     from hypothesis import HealthCheck, settings

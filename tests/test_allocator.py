@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apbv.allocator import keep_freed_memory, return_freed_memory
+from apbv.device.allocator import keep_freed_memory, return_freed_memory
 
 from apbv_tests.pool import start
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from apbv import demo
+from apbv.compat.versions import how_to_install
 from apbv.config import SPARSE_CONFIGS
+from apbv.config.refusals import CONFLICTS
 from apbv.launch.options import SPARSE, Setting
-from apbv.refusals import CONFLICTS
 from apbv.serve.settings import MediaLimits, ServerSettings
 from apbv.speculate import STRATEGIES
-from apbv.versions import how_to_install
 from tests.test_structure import LAYERS
 
 from apbv_tests.documents import (

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from apbv import Engine, SamplingParams
-from apbv.grammar import Grammars
-from apbv.grammar_checks import GrammarCheckError, GrammarChecks
+from apbv.grammar.checks import GrammarCheckError, GrammarChecks
+from apbv.grammar.grammars import Grammars
 
 from apbv_tests.hard_schemas import many_patterns
 from apbv_tests.patience import HANGING, wait_for
@@ -162,6 +162,6 @@ def test_a_process_that_was_killed_is_replaced_and_the_last_one_ends_with_its_gr
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_schema(grammars, monkeypatch):
-    monkeypatch.setattr("apbv.grammar_checks.checks._SCRIPT", "no such file")
+    monkeypatch.setattr("apbv.grammar.checks._SCRIPT", "no such file")
     with pytest.raises(GrammarCheckError, match=r"cannot check|does not work"):
         grammars.check('{"type": "object"}')

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from apbv import demo, versions
+from apbv import demo
+from apbv.compat import versions
 from apbv.model.parts import inspect_model
 
 from apbv_tests import families

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup
-from apbv.grammar import Grammars, json_rule
-from apbv.schemas import fixed_texts, prepared
+from apbv.grammar.grammars import Grammars, json_rule
+from apbv.grammar.schemas import fixed_texts, prepared
 
 
 @pytest.fixture(scope="module")

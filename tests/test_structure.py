@@ -25,28 +25,17 @@ ROOT = Path(__file__).parents[1]
 # the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
     ("apbv.errors",),
-    ("apbv.refusals", "apbv.pending", "apbv.reporting"),
-    (
-        "apbv.torchvision_guard",
-        "apbv.allocator",
-        "apbv.config",
-        "apbv.grammar_checks",
-        "apbv.layout",
-        "apbv.logprobs",
-        "apbv.schemas",
-        "apbv.device_copy",
-        "apbv.versions",
-        "apbv.kernels",
-    ),
+    ("apbv.pending", "apbv.reporting"),
+    ("apbv.compat", "apbv.config", "apbv.device", "apbv.layout", "apbv.kernels"),
     ("apbv.hosts", "apbv.demo", "apbv.grammar"),
     ("apbv.stats", "apbv.model"),
-    ("apbv.input", "apbv.kv"),
-    ("apbv.kv.export", "apbv.decode.graphs"),
-    ("apbv.decode.runner",),
+    ("apbv.input",),
+    ("apbv.request", "apbv.kv"),
+    ("apbv.runner",),
     ("apbv.prefilling",),
     ("apbv.decode",),
     ("apbv.speculate",),
-    ("apbv.generated", "apbv.planning"),
+    ("apbv.planning",),
     ("apbv.engine",),
     ("apbv",),
     ("apbv.testing",),
@@ -419,7 +408,7 @@ def test_no_call_may_run_code_of_a_checkpoint():
 
 
 def test_scripts_import_apbv_before_transformers():
-    """Which may fail otherwise (see apbv.torchvision_guard), but not in these tests, where apbv
+    """Which may fail otherwise (see apbv.compat.torchvision_guard), but not in these tests, where apbv
     comes first.
 
     The modules of launch/ are imported as part of apbv.

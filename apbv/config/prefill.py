@@ -4,7 +4,6 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
 from .facts import METHOD_FACTS, REDUCER_FACTS
 from .names import (
@@ -15,6 +14,7 @@ from .names import (
     MAX_FPS,
     METHOD_NAMES,
 )
+from .refusals import refuse
 from .regrouped import regrouped
 from .sparse import SparseConfig
 
@@ -252,7 +252,7 @@ class PrefillConfig(Checked):
 
     @property
     def features(self) -> dict[str, str | bool | None]:
-        """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
+        """The requested features, in the form that :func:`apbv.config.refusals.refuse` takes."""
         reduce = self.reduce
         sparse = self.sparse
         attention = self.sparse_attention

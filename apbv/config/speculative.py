@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ..refusals import refuse
 from .checks import Checked, described, integer, number, one_of, setting, switch
 from .facts import STRATEGY_FACTS
 from .names import (
@@ -14,6 +13,7 @@ from .names import (
     PRUNINGS,
     STRATEGY_NAMES,
 )
+from .refusals import refuse
 
 
 def longest_window(num_draft_tokens: int | str) -> int:

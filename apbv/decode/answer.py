@@ -4,25 +4,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..config import SamplingParams
-from ..device_copy import fetch, to_device
+from ..device.copies import fetch, to_device
 from ..errors import ModelOutputError
-from ..grammar import Grammar
-from ..input.request import Request
-from ..input.sink import AnswerSink
-from ..logprobs import TokenLogprobs, log_probabilities
+from ..grammar.grammars import Grammar
 from ..model.parts import ModelParts
 from ..pending import Pending
 from ..prefilling.result import PrefillResult
-from .runner import Decoder
+from ..request.logprobs import TokenLogprobs, log_probabilities
+from ..request.request import Request
+from ..request.result import FinishReason
+from ..request.sink import AnswerSink
+from ..runner.decoder import Decoder
 from .sampling import Choice, Penalties, biased, choose_each, forbid
 
-FinishReason = Literal["stop", "length"]
 NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no token
 
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..device_copy import side_stream, to_device
+from ..device.copies import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
 from ..kv.cache import GrowingLayer, growing_layers
 from ..model.parts import ModelParts
 from ..pending import Pending
-from .answer import NO_TOKEN, Answer, FinishReason, finish_reason
-from .batch_steps import BatchRunner, OwnKV
+from ..request.result import FinishReason
+from ..runner.batch_steps import BatchRunner, OwnKV
+from .answer import NO_TOKEN, Answer, finish_reason
 from .sampling import Choice, choose_each
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
-from ..device_copy import fetch, to_device
+from ..device.copies import fetch, to_device
 from ..pending import Pending
 
 # The purpose of a random number: each number is used for one decision only.
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
         """Start to copy to the CPU the tokens, and for each whether its row has one.
 
         Args:
-            wait: as of :func:`apbv.device_copy.fetch`.
+            wait: as of :func:`apbv.device.copies.fetch`.
         """
         return fetch(torch.stack([self.tokens, self.are_finite.long()]), wait)
 

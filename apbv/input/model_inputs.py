@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
+from ..config.refusals import refuse
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
-from ..refusals import refuse
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
 from .visual import (

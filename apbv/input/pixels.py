@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ..allocator import return_freed_memory
 from ..config import VideoConfig
-from ..device_copy import side_stream
+from ..device.allocator import return_freed_memory
+from ..device.copies import side_stream
 from ..errors import InvalidRequestError
 from ..layout import intersect
 from ..stats import StageTimer

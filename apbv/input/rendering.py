@@ -21,9 +21,9 @@ from PIL import Image
 from .. import demo
 from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
+from ..config.refusals import refuse
 from ..errors import InvalidRequestError
 from ..model.parts import ModelParts
-from ..refusals import refuse
 from ..reporting import raised_as
 from .content import (
     OTHER_FILE_OPTIONS,

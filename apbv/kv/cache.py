@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..device_copy import to_device
+from ..device.copies import to_device
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup, Pending
 from ..layout import ContextLayout, intersect

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..device_copy import numbers_in
+from ..device.copies import numbers_in
 from ..hosts import HostGroup
 from .cache import ShardedCache, kv_layers
 

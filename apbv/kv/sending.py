@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device_copy import side_stream
+from ..device.copies import side_stream
 from ..errors import StorageError
 from ..layout import intersect
 from .facts import Run, rows_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..versions import CACHE_ARGUMENT
+from ..compat.versions import CACHE_ARGUMENT
 from .attention import LayerAttention
 from .linear_attention import LinearAttention
 from .modules import decoder_layers, final_norm, rotary_embedding

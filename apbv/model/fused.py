@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from ..compat.versions import CACHE_ARGUMENT
 from ..kernels.backends import choose, drawn_numbers, implementation, mistake_of
 from ..reporting import warn_caller
-from ..versions import CACHE_ARGUMENT
 from .attention import apbv_attention, attend, is_in_force
 
 _ROTARY = "apply_rotary_pos_emb"  # transformers' function, in the file of every model

@@ -18,9 +18,9 @@ from transformers import (
 
 from .. import demo
 from ..config import DTYPE_NAMES, SamplingParams
+from ..config.refusals import refuse
 from ..errors import ApbvError, InvalidConfigError, UnsupportedModelError
 from ..hosts import HostGroup
-from ..refusals import refuse
 from ..reporting import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..compat.versions import untried
 from ..config import DecodeConfig
 from ..errors import UnsupportedModelError
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
 from ..reporting import warn_caller
-from ..versions import untried
 from .digest import SAMPLED_PROJECTIONS, sample_digest, weights_digest
 from .families import DecoderSizes, ModelFamily, hybrid_family, require_supported
 from .fused import with_fused_kernels

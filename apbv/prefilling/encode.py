@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from ..device_copy import to_device
+from ..device.copies import to_device
 from ..errors import UnsupportedModelError
 from ..hosts import HostGroup
 from ..input.audio import AudioInput

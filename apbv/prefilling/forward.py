@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import PrefillConfig, ReduceConfig
+from ..config.refusals import refuse
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
@@ -21,7 +22,6 @@ from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
-from ..refusals import refuse
 from ..reporting import warn_caller
 from ..stats import StageTimer, reset_peak_memory
 from .cancelling import Stop

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device_copy import to_device
+from ..device.copies import to_device
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import LayerGather, ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention

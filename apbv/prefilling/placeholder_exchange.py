@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..device_copy import numbers_in, to_device
+from ..device.copies import numbers_in, to_device
 from ..errors import HostError, RequestCancelled
 from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device_copy import numbers_in, to_device
+from ..device.copies import numbers_in, to_device
 from ..hosts import HostGroup
 from ..layout import ContextLayout
 from ..model.forward import LayerRows, LayerStep

@@ -10,8 +10,8 @@ from ..input.model_inputs import ModelInputs
 from ..input.pixels import KeptPixels
 from ..input.prompt_reader import PromptReader
 from ..input.rendering import RenderedPrompt
-from ..input.request import Request
 from ..input.tokenized_prompt import SampledVideo
+from ..request.request import Request
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill

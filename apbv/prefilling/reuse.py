@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..config import ReuseConfig
-from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
+from ..runner.decoder import Decoder
 from ..stats import StageTimer
 from .encode import VisualRows, tower_rows
 from .result import PrefillResult

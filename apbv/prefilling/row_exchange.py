@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device_copy import to_device
+from ..device.copies import to_device
 from ..hosts import HostGroup, Pending
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..decode.answer import begin_answer
 from ..errors import HostError
-from ..input.request import Request
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
+from ..request.request import Request
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop
 from .draft import DraftTask
 from .link import Pair

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from ..decode.batch import Batch
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
-from ..input.request import Request
-from ..logprobs import TokenLogprobs
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
+from ..request.logprobs import TokenLogprobs
+from ..request.request import Request
 from .draft import Draft
 
 

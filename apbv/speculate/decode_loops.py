@@ -17,12 +17,12 @@ from ..decode.batch import Batch
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
-from ..input.request import Request
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
+from ..request.request import Request
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop, PrefilledRequest
 from .draft import Draft, DraftTask
 from .pace import Pace

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
-from ..device_copy import numbers_in, to_device
+from ..device.copies import numbers_in, to_device
 from ..hosts import HostGroup, Pending
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs

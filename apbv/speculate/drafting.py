@@ -16,6 +16,7 @@ from ..config import (
     SamplingParams,
     SpeculativeConfig,
 )
+from ..config.refusals import refuse
 from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
@@ -23,7 +24,6 @@ from ..model.families import hybrid_family
 from ..model.loading import load_model, require_loadable
 from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
-from ..refusals import refuse
 from .beside import DraftHost, ParallelSpeculation
 from .decode_loops import Autoregressive, Captioner, SequentialSpeculation
 from .link import Pair

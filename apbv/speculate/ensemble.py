@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..device_copy import to_device
+from ..device.copies import to_device
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualItem
 from ..kv.cache import kv_layers

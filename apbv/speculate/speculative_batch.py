@@ -20,13 +20,13 @@ from torch.nn import functional
 from ..config import SpeculativeConfig
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.batch import ArrivingTokens, Batch, Member
-from ..decode.batch_steps import BatchRunner, OwnKV
 from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
-from ..device_copy import fetch, to_device
+from ..device.copies import fetch, to_device
 from ..errors import InvalidConfigError
 from ..kv.cache import growing_layers
 from ..model.parts import ModelParts
 from ..pending import Pending
+from ..runner.batch_steps import BatchRunner, OwnKV
 from .draft import Draft
 from .drafters import ModelDrafter
 from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats

@@ -12,11 +12,11 @@ from ..config import (
     SpeculativeConfig,
     StrategyFacts,
 )
+from ..config.refusals import refuse
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
-from ..refusals import refuse
 from . import builders
 from .draft import Draft, DraftTask
 from .score_observers import HeadAttention, Relevance, SimilarityChange

@@ -22,7 +22,7 @@ from ..decode.sampling import (
     probabilities,
     uniform,
 )
-from ..device_copy import to_device
+from ..device.copies import to_device
 from .drafters import Proposal
 
 

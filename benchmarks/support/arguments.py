@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from apbv.compat.versions import how_to_install
 from apbv.config import REUSE_MODES
 from apbv.launch.options import PREFILL, OptionParser, add_settings, positive
 from apbv.testing import clips
-from apbv.versions import how_to_install
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
 COUNT = positive(int)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.allocator import keep_freed_memory, return_freed_memory
+from apbv.device.allocator import keep_freed_memory, return_freed_memory
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
 from apbv.testing.random_models import CONFIGS, build_model, text_prompt, video_prompt

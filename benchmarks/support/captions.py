@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split
@@ -33,10 +33,8 @@ from apbv import (
     prefill,
 )
 from apbv.config import AblationConfig
-from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.input.video import probe
 from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
@@ -47,6 +45,8 @@ from apbv.prefilling.prefiller import ReadRequest
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
 from apbv.prefilling.reuse import stored_rows
+from apbv.request.request import Question, Request, RequestSettings
+from apbv.runner.decoder import Decoder
 from apbv.speculate import Autoregressive
 from apbv.speculate.decode_loops import SequentialSpeculation
 from apbv.stats import StageTimer

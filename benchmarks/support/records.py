@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from apbv import HostGroup
-from apbv.allocator import keep_freed_memory
+from apbv.device.allocator import keep_freed_memory
 from apbv.errors import InvalidRequestError, StorageError
 from apbv.hosts import run_on_hosts
 from apbv.hosts.devices import choose_device

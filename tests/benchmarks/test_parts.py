@@ -19,10 +19,10 @@ import torch
 
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig
-from apbv.decode.runner import Decoder
 from apbv.input.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
+from apbv.runner.decoder import Decoder
 from apbv.speculate.strategies import require_consistent
 from apbv.testing import clips
 from apbv.testing.random_models import (

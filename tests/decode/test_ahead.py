@@ -5,8 +5,8 @@ import torch
 
 from apbv import DecodeConfig, HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import generate_tokens
-from apbv.decode.runner import Decoder
 from apbv.errors import ModelOutputError
+from apbv.runner.decoder import Decoder
 
 from apbv_tests.answers import answer_by, decoder_behind
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, text_batch

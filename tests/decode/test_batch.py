@@ -11,10 +11,10 @@ from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
 from apbv.errors import ModelOutputError
-from apbv.input.request import Question, Request, RequestSettings
-from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question, Request, RequestSettings
+from apbv.request.sink import StopFunction
 from apbv.stats import StageTimer
 
 from apbv_tests.answers import plain_tokens
@@ -226,7 +226,7 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
     with monkeypatch.context() as patch:
         # A RuntimeError, as of an allocator.
         patch.setattr(last.kv, "make_room", lambda count: torch.empty(-1))
-        owner = "apbv.decode.batch" if failing == "choose_each" else "apbv.decode.batch_steps"
+        owner = "apbv.decode.batch" if failing == "choose_each" else "apbv.runner.batch_steps"
         patch.setattr(f"{owner}.{failing}", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batch.step()

@@ -15,7 +15,7 @@ from apbv import (
 )
 from apbv.config import VideoConfig
 from apbv.decode.answer import Answer
-from apbv.input.request import Question, Request, RequestSettings
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 QUESTION = "name the letters in order"

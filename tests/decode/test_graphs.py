@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.decode import graphs
-from apbv.decode.runner import Decoder
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
+from apbv.runner import graphs
+from apbv.runner.decoder import Decoder
 from apbv.speculate.tree import Tree
 
 from apbv_tests import families

@@ -6,7 +6,7 @@ import sys
 
 os.environ.pop("TRITON_INTERPRET", None)  # as on a machine without GPUs, where Triton does not run
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import torch

@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, SamplingParams
-from apbv.input.request import Question, Request, RequestSettings
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 from apbv_tests.pairs import each_choice

@@ -6,9 +6,9 @@ import pytest
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request, RequestSettings
-from apbv.input.sink import StopFunction
 from apbv.model.attention import apbv_attention
+from apbv.request.request import Question, Request, RequestSettings
+from apbv.request.sink import StopFunction
 from apbv.stats import StageTimer
 
 from apbv_tests import families
@@ -25,7 +25,7 @@ SAMPLINGS = [
 SAMPLED = [{}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 0.8}]
 LENGTHS = [6, 3, 5]  # the second is stopped, while the GPU has begun its next token
 JOINS = [0, 2, 3]  # before which step
-ARRIVAL = "event", "apbv/device_copy.py:read"
+ARRIVAL = "event", "apbv/device/copies.py:read"
 RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has ended
 
 

@@ -15,8 +15,8 @@ from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import begin_answer, generate_tokens
 from apbv.decode.batch import Batch
 from apbv.hosts import HostLinks, Pending
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.testing.random_models import build_model, config_like, text_prompt
 
 from apbv_tests.answers import answer_by, decoder_behind

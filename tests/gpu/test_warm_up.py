@@ -8,8 +8,8 @@ import pytest
 from apbv import HostGroup, SamplingParams
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.attention import apbv_attention
+from apbv.request.request import Question, Request, RequestSettings
 
 from apbv_tests.pretend_gpu import rehearsal
 from apbv_tests.rehearsals import Case, on_gpus

@@ -7,9 +7,9 @@ from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question
 from apbv.stats import StageTimer
 
 from apbv_tests import families

@@ -12,13 +12,13 @@ from apbv import HostGroup, ModelInputs
 from apbv.hosts import HostLinks
 from apbv.input.pixels import SourcePixels, preprocess_frames
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question
 from apbv.input.tokenized_prompt import SampledVideo
 from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
+from apbv.request.request import Question
 from apbv.stats import StageTimer
 
 from apbv_tests import families

@@ -11,10 +11,10 @@ from PIL import Image
 
 from apbv import HostGroup, PrefillConfig
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question
 from apbv.input.video import probe, sample_fps, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question
 from apbv.stats import StageTimer
 
 from apbv_tests import families

@@ -20,10 +20,10 @@ from apbv import (
 from apbv.input.pixels import VideoReader, preprocess_frames
 from apbv.input.prompt_reader import PromptReader
 from apbv.input.repeats import kept_tokens
-from apbv.input.request import Question, Request
 from apbv.input.tokenized_prompt import SampledVideo
 from apbv.input.video import VideoError, probe
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question, Request
 from apbv.stats import StageTimer
 
 from apbv_tests import families, video_files

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from apbv import HostGroup
-from apbv.input.request import Question
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question
 
 from apbv_tests import audio_files, families
 from apbv_tests.odd_files import streams

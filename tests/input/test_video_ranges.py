@@ -10,10 +10,10 @@ from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question
 from apbv.input.video import VideoError, VideoInfo, probe, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question
 from apbv.stats import StageTimer
 
 from apbv_tests import audio_files, families

@@ -20,7 +20,7 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-import apbv  # before transformers and vLLM: see apbv.torchvision_guard
+import apbv  # before transformers and vLLM: see apbv.compat.torchvision_guard
 
 NUM_NEW = 12
 BLOCK = 32  # tokens of one of vLLM's blocks

@@ -10,8 +10,8 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load
 from apbv.input.audio import AudioError
-from apbv.input.request import Question
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question
 
 from apbv_tests import audio_files, families
 from apbv_tests.audio_files import RATE

@@ -19,10 +19,10 @@ from apbv import (
 from apbv.config import LAYER_REDUCER_NAMES, ReduceConfig
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import inspect_model
 from apbv.prefilling.reduction import LAYER_REDUCERS, layer_reducer
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 from apbv_tests import families

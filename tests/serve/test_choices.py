@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
-from apbv.grammar import Grammars
+from apbv.grammar.grammars import Grammars
 
 from apbv_tests.hard_schemas import many_patterns
 from apbv_tests.servers import InProcess, chunks, post

@@ -12,11 +12,11 @@ import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.config import SamplingParams
-from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.errors import StorageError
-from apbv.input.request import RequestSettings
 from apbv.kv.offers import Offers
+from apbv.request.request import RequestSettings
+from apbv.runner import batch_steps
 from apbv.serve.control.answer_stream import AnswerStream
 from apbv.serve.control.decode_thread import DecodeThread
 from apbv.serve.control.executor import Command, Executor, exchange_commands
@@ -29,7 +29,7 @@ from apbv.serve.server import bind, listen
 from apbv_tests.patience import HANGING, wait_for
 from apbv_tests.servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
-STEPS = "apbv.decode.batch_steps"
+STEPS = "apbv.runner.batch_steps"
 NOTE = "apbv.serve.control.output.JobOutput._note"
 LEAVES = "its client leaves"
 CHAT = "/v1/chat/completions"

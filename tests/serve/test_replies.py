@@ -8,9 +8,9 @@ from contextlib import ExitStack, closing
 import pytest
 
 from apbv.config import SamplingParams
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.kv.facts import digest_of_tokens
 from apbv.kv.ticket import Ticket
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.serve.control.job import Job, Piece
 from apbv.serve.protocols.replies import Replies
 from apbv.serve.protocols.requests import ChatRequest, CompletionRequest

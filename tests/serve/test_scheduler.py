@@ -10,8 +10,8 @@ import pytest
 from apbv.config import SamplingParams
 from apbv.decode.answer import begin_answer
 from apbv.decode.batch import Batch
-from apbv.input.request import RequestSettings
 from apbv.kv.cache import GROWTH_ROWS
+from apbv.request.request import RequestSettings
 from apbv.serve.api_error import ApiError
 from apbv.serve.control.job import Job
 from apbv.serve.control.ready_request import ReadyRequest

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup
-from apbv.grammar import Grammars, quoted
-from apbv.input.request import RequestSettings
+from apbv.grammar.grammars import Grammars, quoted
+from apbv.request.request import RequestSettings
 from apbv.serve.control.answer_stream import AnswerStream
 from apbv.serve.control.job import Piece
 from apbv.serve.control.work_order import ReplyOptions, WorkOrder

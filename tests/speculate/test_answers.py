@@ -10,8 +10,8 @@ import pytest
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
 from apbv.errors import InvalidConfigError
-from apbv.input.request import Question, Request, RequestSettings
 from apbv.prefilling.reduction.choosing import keep_even
+from apbv.request.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
 
 from apbv_tests import families

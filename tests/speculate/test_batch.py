@@ -14,11 +14,11 @@ from transformers import DynamicCache
 
 from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.decode.answer import begin_answer
-from apbv.input.request import Question, Request, RequestSettings
-from apbv.input.sink import StopFunction
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
+from apbv.request.request import Question, Request, RequestSettings
+from apbv.request.sink import StopFunction
 from apbv.speculate.draft import Draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
 from apbv.speculate.pace import Pace

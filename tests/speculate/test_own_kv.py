@@ -8,10 +8,10 @@ import torch
 
 from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingParams
-from apbv.decode.runner import Decoder
 from apbv.kv.placement import GatheredKV, ShardedKV
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
+from apbv.runner.decoder import Decoder
 from apbv.speculate.drafters import ModelDrafter
 
 from apbv_tests.engines import QUESTION, build_engine

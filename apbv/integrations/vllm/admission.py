@@ -13,11 +13,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.v1.request import Request
 
+from ...config.refusals import refuse
 from ...errors import InvalidRequestError
 from ...kv.facts import KVFacts, digest_of_positions, digest_of_tokens
 from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
 from ...model.rotary import rope_by_length
-from ...refusals import refuse
 from .sources import Load, Offered, Saved
 
 _PROJECTION = re.compile(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...device_copy import to_device
+from ...compat.versions import CACHE_ARGUMENT
+from ...config.refusals import refuse
+from ...device.copies import to_device
 from ...errors import InvalidRequestError
-from ...refusals import refuse
-from ...versions import CACHE_ARGUMENT
 from ..cache import first_tokens, kv_layers
 from .prefilled import PrefilledKV, hybrid_name
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from ...refusals import refuse
+from ...config.refusals import refuse
 from ..offers import Offers
 from ..sending import Share
 from ..ticket import Ticket, new_token, new_transfer

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ...compat.versions import release
 from ...errors import UnsupportedModelError
-from ...versions import release
 from ..digest import config_digest
 from ..rotary import rope_by_length
 from .sizes import DecoderSizes

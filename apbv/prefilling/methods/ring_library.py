@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ...device_copy import to_device
+from ...device.copies import to_device
 from ...errors import HostError
 from ...hosts import HostGroup
 from ...kernels import reference

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...device_copy import to_device
+from ...device.copies import to_device
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...device_copy import to_device
+from ...device.copies import to_device
 from ...layout import split_evenly
 from .choosing import keep_best
 from .frames import KeptRows, SharedVideo

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...device_copy import numbers_in, to_device
+from ...device.copies import numbers_in, to_device
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...config import ReduceConfig
-from ...device_copy import to_device
+from ...device.copies import to_device
 from ...errors import InvalidConfigError
 from ...input.model_inputs import ModelInputs
 from ...model.forward import LayerRows, LayerStep

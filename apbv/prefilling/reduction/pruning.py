@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...config import PrefillConfig, ReduceConfig, ReuseConfig
-from ...device_copy import numbers_in, to_device
+from ...config.refusals import refuse
+from ...device.copies import numbers_in, to_device
 from ...errors import InvalidConfigError
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
 from ...model.families import family_of, hybrid_family
 from ...model.parts import ModelParts
-from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows, sharing_hosts
 from ..memory import HostMemory, Room

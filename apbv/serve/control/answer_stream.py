@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ...decode.answer import FinishReason
 from ...decode.text import AnswerText
-from ...input.request import Request
-from ...input.sink import AnswerSink
-from ...logprobs import TokenLogprobs
+from ...request.logprobs import TokenLogprobs
+from ...request.request import Request
+from ...request.result import FinishReason
+from ...request.sink import AnswerSink
 from .job import Piece
 from .output import AnswerOutput
 from .work_order import WorkOrder

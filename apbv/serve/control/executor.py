@@ -10,13 +10,13 @@ from threading import Event
 
 from ...decode.answer import begin_answer
 from ...engine import Engine
-from ...generated import GenerateResult
 from ...hosts import HostGroup
-from ...input.request import Request
 from ...input.tokenized_prompt import TokenizedPrompt
 from ...kv.offers import Offers
 from ...kv.ticket import Ticket
 from ...prefilling.result import PrefillResult
+from ...request.request import Request
+from ...request.result import GenerateResult
 from ...speculate.decode_loop import PrefilledRequest
 from ..media.files import PrivateFiles, find_in_folder
 from .decode_thread import Arrival, DecodeThread

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...decode.answer import FinishReason
+from ...request.result import FinishReason
 from ..api_error import ApiError
 from ..metrics.record import RequestRecord
 from .ready_request import ReadyRequest

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...engine import Engine
-from ...input.sink import StopFunction
 from ...input.tokenized_prompt import TokenizedPrompt
+from ...request.sink import StopFunction
 from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled
 from .work_order import WorkOrder

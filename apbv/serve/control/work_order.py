@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...hosts import HostGroup
-from ...input.request import Question, Request, RequestSettings
-from ...input.sink import StopFunction
 from ...input.tokenized_prompt import TokenizedPrompt
+from ...request.request import Question, Request, RequestSettings
+from ...request.sink import StopFunction
 from ...stats import StageTimer
 
 
@@ -96,7 +96,7 @@ def build_question(fields: dict[str, Any], files: Sequence[Any]) -> Question:
     """Build the engine's question.
 
     Args:
-        fields: of :class:`apbv.input.request.Question`; content parts of its messages refer to
+        fields: of :class:`apbv.request.request.Question`; content parts of its messages refer to
             files by number, ``{"type": "video", "file": 0}``.
         files: paths on this host, or other stand-ins for the files.
     """

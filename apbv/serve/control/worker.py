@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from ...decode.answer import finish_reason
 from ...errors import RequestCancelled, StorageError
-from ...generated import GenerateResult
+from ...request.result import GenerateResult
 from ..api_error import ApiError
 from ..media.files import PrivateFiles
 from .answer_stream import AnswerStream

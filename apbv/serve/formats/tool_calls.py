@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...decode.text import overlap
-from ...grammar import json_rule, quoted
+from ...grammar.grammars import json_rule, quoted
 from .thoughts import CLOSING_TAGS
 
 _decode_json = json.JSONDecoder().raw_decode

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
-from ...allocator import return_freed_memory
+from ...device.allocator import return_freed_memory
 from ..api_error import ApiError
 from ..control.job import Event, Finished, Job, Piece
 from ..control.scheduler import Scheduler

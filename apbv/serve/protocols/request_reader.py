@@ -16,13 +16,13 @@ from PIL import Image
 from ...config import SamplingParams
 from ...engine import Engine
 from ...errors import InvalidConfigError, InvalidRequestError
-from ...grammar_checks import GrammarCheckError, GrammarChecksBusyError
+from ...grammar.checks import GrammarCheckError, GrammarChecksBusyError
+from ...grammar.schemas import fixed_texts
 from ...input.prompt_reader import PromptReader
 from ...input.rendering import template_words, tool_instructions
-from ...input.request import RequestSettings
 from ...input.tokenized_prompt import TokenizedPrompt
 from ...input.visual import PromptError
-from ...schemas import fixed_texts
+from ...request.request import RequestSettings
 from ..api_error import ApiError
 from ..control.ready_request import ReadyRequest
 from ..control.work_order import ReplyOptions, WorkOrder, build_question

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
 
 # isort: split

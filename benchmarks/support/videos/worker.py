@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
 # isort: split
 import numpy as np
@@ -26,10 +26,9 @@ from transformers import AutoProcessor
 from transformers.image_utils import SizeDict
 
 from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
-from apbv.allocator import keep_freed_memory, return_freed_memory
+from apbv.device.allocator import keep_freed_memory, return_freed_memory
 from apbv.input.model_inputs import ModelInputs
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question, Request
 from apbv.input.video import probe, read_frames, sample_uniform
 from apbv.model.loading import read_config
 from apbv.model.parts import inspect_model
@@ -37,6 +36,7 @@ from apbv.prefilling.encode import tower_rows
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.placeholder_exchange import encode_and_exchange
 from apbv.prefilling.prefiller import Prefiller
+from apbv.request.request import Question, Request
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory
 from apbv.testing.random_models import build_model, config_like
 

@@ -4,8 +4,8 @@ from transformers import PreTrainedModel
 
 from apbv import PrefillResult, SamplingParams
 from apbv.decode.answer import Answer, generate_tokens
-from apbv.decode.runner import Decoder
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.runner.decoder import Decoder
 
 
 def answer_by(

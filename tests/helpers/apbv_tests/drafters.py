@@ -4,8 +4,8 @@ they draft."""
 import torch
 
 from apbv import HostGroup, prefill
-from apbv.decode.runner import Decoder
 from apbv.model.parts import inspect_model
+from apbv.runner.decoder import Decoder
 from apbv.speculate.drafters import Drafter, Proposal
 
 from apbv_tests.configs import prefill_config

@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 
-from apbv.torchvision_guard import ensure_torchvision_imports
+from apbv.compat.torchvision_guard import ensure_torchvision_imports
 
 ensure_torchvision_imports()
 

@@ -3,8 +3,8 @@
 from apbv import HostGroup, ModelInputs, PrefillConfig
 from apbv.input.pixels import SourcePixels
 from apbv.input.prompt_reader import PromptReader
-from apbv.input.request import Question
 from apbv.input.video import probe
+from apbv.request.request import Question
 from apbv.stats import StageTimer
 
 

@@ -8,7 +8,7 @@ needs no entry.
 
 from typing import NamedTuple
 
-from .errors import InvalidConfigError
+from ..errors import InvalidConfigError
 
 
 class Conflict(NamedTuple):

@@ -1,8 +1,8 @@
 """Checks grammars in another process before they are compiled in this one.
 
 Some of a few hundred characters would take hours to compile, and all memory, and nothing in this
-process could stop that. The other process (:mod:`.process`) starts with the first check, and ends
-with this one.
+process could stop that. The other process (:mod:`.check_process`) starts with the first check, and
+ends with this one.
 """
 
 import json
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from .process import STARTED
+from .check_process import STARTED
 
-_SCRIPT = Path(__file__).with_name("process.py")
+_SCRIPT = Path(__file__).with_name("check_process.py")
 _MEMORY_BYTES = 2**28  # the limit of a check
 _NUM_VERDICTS = 1024  # remembered verdicts
 _POLL_SECONDS = 0.1  # between two looks at whether a verdict is still wanted

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from .decode.answer import FinishReason
-from .input.tokenized_prompt import SampledVideo
+from ..input.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
 
+FinishReason = Literal["stop", "length"]
 _SHOWN_CHARACTERS = 60
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device_copy import to_device
-from .errors import BackendUnavailableError, InvalidRequestError
-from .grammar_checks import GrammarChecks
-from .reporting import raised_as
+from ..compat.versions import how_to_install
+from ..device.copies import to_device
+from ..errors import BackendUnavailableError, InvalidRequestError
+from ..reporting import raised_as
+from .checks import GrammarChecks
 from .schemas import prepared
-from .versions import how_to_install
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -83,7 +83,7 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
 class Grammars:
     """Compiles grammars for one model.
 
-    Another process (:mod:`.grammar_checks`) finds grammars that would take seconds or much memory
+    Another process (:mod:`.checks`) finds grammars that would take seconds or much memory
     to compile; they are never compiled in this one.
 
     Args:

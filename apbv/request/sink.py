@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..logprobs import TokenLogprobs
+from .logprobs import TokenLogprobs
 
 
 class AnswerSink(ABC):

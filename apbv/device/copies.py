@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .pending import Pending
+from ..pending import Pending
 
 
 def numbers_in(*ranges: range) -> Tensor:

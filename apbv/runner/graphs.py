@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device_copy import fill, side_stream
+from ..device.copies import fill, side_stream
 from ..hosts import HostGroup
 from ..kernels.backends import choose
 from ..model.parts import ModelParts

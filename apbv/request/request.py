@@ -7,12 +7,12 @@ from typing import Any
 from ..config import SamplingParams
 from ..config.checks import Checked, function, one_of
 from ..errors import InvalidRequestError
-from ..grammar import Grammar
+from ..grammar.grammars import Grammar
+from ..input.model_inputs import POSITION_RULES, ModelInputs
+from ..input.rendering import Question
+from ..input.tokenized_prompt import TokenizedPrompt
 from ..stats import StageTimer
-from .model_inputs import POSITION_RULES, ModelInputs
-from .rendering import Question
 from .sink import AnswerSink
-from .tokenized_prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Request:
         grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host
             0.
         has_checked_grammar: whether that schema or grammar was found good
-            (:meth:`apbv.grammar.Grammars.check`).
+            (:meth:`apbv.grammar.grammars.Grammars.check`).
         prompt: the part of the question already read by this host's
             :class:`~apbv.input.prompt_reader.PromptReader`; None: nothing. Other hosts need not
             have it.

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..device_copy import fill, to_device
+from ..device.copies import fill, to_device
 from ..kernels import BufferTable, SequenceBuffers
 from ..kernels.backends import choose
 from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
+from .decoder import forward
 from .graphs import RecordedSteps, Step, may_record
-from .runner import forward
 
 # Batch sizes with a graph; graphs also differ by the KV length, up to 1,024, 4,096, 16,384, … rows.
 _SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))

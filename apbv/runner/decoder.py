@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ..device_copy import fill, to_device
+from ..device.copies import fill, to_device
 from ..hosts import HostGroup
 from ..kv.cache import ShardedCache, growing_layers, keep_of_last, kv_layers, writing_at
 from ..kv.placement import PlacedKV

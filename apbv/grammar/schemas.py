@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from .errors import InvalidRequestError
+from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""What the installed packages differ in, and what they need."""

@@ -1,0 +1,1 @@
+"""Copies between CPU and GPU without synchronization, and memory that is kept."""

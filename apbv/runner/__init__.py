@@ -1,0 +1,1 @@
+"""The model over new tokens, behind the KV of prompts."""
