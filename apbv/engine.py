@@ -37,7 +37,7 @@ from .input.prompt_reader import PromptReader
 from .input.tokenized_prompt import SampledVideo
 from .model.attention import apbv_attention
 from .model.families import hybrid_family
-from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
+from .model.loading.load import default_num_frames, default_sampling, load_model, require_loadable
 from .model.parts import ModelParts
 from .prefilling.forward import ready_for_prefills
 from .prefilling.methods import resolve_method
@@ -187,7 +187,7 @@ class Engine:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
         prefills: whether this host runs the target.
         num_frames, sampling, max_new_tokens: the defaults of requests, taken from the checkpoint
-            (see :mod:`apbv.model.loading`); the last is one of the sampling parameters.
+            (see :mod:`apbv.model.loading.load`); the last is one of the sampling parameters.
         videos: remembers what was found in the video files that were asked about.
 
     Raises:

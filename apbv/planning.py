@@ -20,9 +20,9 @@ from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk
 from .layout import ContextLayout, LayoutError
 from .model.families import DecoderSizes, family_of, hybrid_family, require_supported
-from .model.loading import read_config, read_video_processor
-from .model.quantization import quantization_of
-from .model.tensor_parallel import require_divisible, weight_bytes
+from .model.loading.load import read_config, read_video_processor
+from .model.loading.quantization import quantization_of
+from .model.loading.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, PrefillMethod, resolve_method

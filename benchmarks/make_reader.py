@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from apbv import HostGroup, demo
-from apbv.model.checkpoints import load_weights
+from apbv.model.loading.checkpoints import load_weights
 from apbv.testing import clips
 
 from support import captions

@@ -21,8 +21,8 @@ from apbv import ReduceConfig
 from apbv.config.refusals import refuse
 from apbv.decode.batch import model_batching_obstacle
 from apbv.model.families import TEXT_FAMILIES, VISION_FAMILIES, hybrid_family
+from apbv.model.loading.tensor_parallel import require_divisible
 from apbv.model.parts import inspect_model
-from apbv.model.tensor_parallel import require_divisible
 from apbv.prefilling.reduction.pruning import require_usable
 
 from apbv_tests import families

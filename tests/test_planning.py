@@ -21,8 +21,8 @@ from apbv import (
 )
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
+from apbv.model.loading.tensor_parallel import require_divisible, weight_bytes
 from apbv.model.parts import inspect_model
-from apbv.model.tensor_parallel import require_divisible, weight_bytes
 from apbv.planning import video_size
 
 from apbv_tests import families

@@ -242,11 +242,11 @@ def test_no_module_rebinds_its_globals():
 READ_CONFIGS = (
     "apbv.model.families",
     # To load a model.
-    "apbv.model.adapter_names",
-    "apbv.model.adapters",
+    "apbv.model.loading.adapter_names",
+    "apbv.model.loading.adapters",
     "apbv.model.digest",
-    "apbv.model.loading",
-    "apbv.model.quantization",
+    "apbv.model.loading.load",
+    "apbv.model.loading.quantization",
     # To make a model with random weights.
     "apbv.testing.random_models",
     # The decoder's, as transformers' rotary module has it.

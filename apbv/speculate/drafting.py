@@ -21,7 +21,7 @@ from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.families import hybrid_family
-from ..model.loading import load_model, require_loadable
+from ..model.loading.load import load_model, require_loadable
 from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
 from .beside import DraftHost, ParallelSpeculation

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, plan
-from apbv.model import adapters
+from apbv.model.loading import adapters
 from apbv.model.parts import inspect_model
 
 from apbv_tests import families

@@ -12,7 +12,7 @@ from apbv import HostGroup
 from apbv.errors import UnsupportedModelError
 from apbv.input.audio import AudioInput, audio_from_batch
 from apbv.model.families import base as families_module
-from apbv.model.loading import load_model, read_config
+from apbv.model.loading.load import load_model, read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode_audio import audio_rows, encode_audio
 

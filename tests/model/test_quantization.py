@@ -16,7 +16,7 @@ from torch import Tensor
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, plan
 from apbv.model import row_chunks
-from apbv.model.loading import load_model
+from apbv.model.loading.load import load_model
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
 

@@ -30,7 +30,7 @@ from apbv.device.allocator import keep_freed_memory, return_freed_memory
 from apbv.input.model_inputs import ModelInputs
 from apbv.input.prompt_reader import PromptReader
 from apbv.input.video import probe, read_frames, sample_uniform
-from apbv.model.loading import read_config
+from apbv.model.loading.load import read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import tower_rows
 from apbv.prefilling.methods import METHODS

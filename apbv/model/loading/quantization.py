@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ...errors import UnsupportedModelError
 from .checkpoints import load_weights, named
 
 # Scale and zero point of a group of weights, or of a row.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ...errors import UnsupportedModelError
 
 _PREFIX = "base_model.model."  # peft's own, before the name of a module
 # What earlier releases called the parts beside the decoder.

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ...errors import UnsupportedModelError
 
 _MOST_NAMED = 3  # of weights that are not there
 

@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
-from ..compat.versions import how_to_install, release
-from ..config.refusals import refuse
-from ..errors import BackendUnavailableError, UnsupportedModelError
-from ..hosts import HostGroup
+from ...compat.versions import how_to_install, release
+from ...config.refusals import refuse
+from ...errors import BackendUnavailableError, UnsupportedModelError
+from ...hosts import HostGroup
+from ..families import family_of, hybrid_family
 from .adapters import merged
 from .checkpoints import load_weights
-from .families import family_of, hybrid_family
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)

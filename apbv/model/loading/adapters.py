@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_peft_available
 
-from ..compat.versions import how_to_install
-from ..errors import BackendUnavailableError, UnsupportedModelError
+from ...compat.versions import how_to_install
+from ...errors import BackendUnavailableError, UnsupportedModelError
 from .adapter_names import fit_names, resize_vocabulary
 
 _CONFIG = "adapter_config.json"

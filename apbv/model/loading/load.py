@@ -16,15 +16,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .. import demo
-from ..config import DTYPE_NAMES, SamplingParams
-from ..config.refusals import refuse
-from ..errors import ApbvError, InvalidConfigError, UnsupportedModelError
-from ..hosts import HostGroup
-from ..reporting import raised_as, warn_caller
+from ... import demo
+from ...config import DTYPE_NAMES, SamplingParams
+from ...config.refusals import refuse
+from ...errors import ApbvError, InvalidConfigError, UnsupportedModelError
+from ...hosts import HostGroup
+from ...reporting import raised_as, warn_caller
+from ..families import family_of, require_supported, runnable_config
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights
-from .families import family_of, require_supported, runnable_config
 from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded, require_shardable
 
