@@ -26,6 +26,7 @@ from .errors import (
     InvalidRequestError,
     ModelOutputError,
     NotEnoughMemoryError,
+    PromptError,
     RequestCancelled,
     StorageError,
     UnsupportedModelError,
@@ -34,10 +35,9 @@ from .errors import (
 if TYPE_CHECKING:
     from .engine import Engine
     from .hosts import HostGroup
-    from .input.audio import AudioError
-    from .input.model_inputs import ModelInputs
-    from .input.video import VideoError
-    from .input.visual import PromptError
+    from .input.media.audio import AudioError
+    from .input.media.video import VideoError
+    from .input.prompts.model_inputs import ModelInputs
     from .planning import Plan, plan
     from .prefilling.forward import prefill
     from .prefilling.load import load
@@ -52,10 +52,9 @@ _SUBMODULES = {
     "Engine": "engine",
     "GenerateResult": "request.result",
     "HostGroup": "hosts",
-    "AudioError": "input.audio",
-    "ModelInputs": "input.model_inputs",
-    "PromptError": "input.visual",
-    "VideoError": "input.video",
+    "AudioError": "input.media.audio",
+    "ModelInputs": "input.prompts.model_inputs",
+    "VideoError": "input.media.video",
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",
@@ -73,6 +72,7 @@ __all__ = [
     "ModelOutputError",
     "NotEnoughMemoryError",
     "PrefillConfig",
+    "PromptError",
     "ReduceConfig",
     "RequestCancelled",
     "ReuseConfig",

@@ -32,9 +32,9 @@ from .errors import (
 )
 from .grammar.grammars import Grammars
 from .hosts import HostGroup
-from .input.files import KnownVideos
-from .input.prompt_reader import PromptReader
-from .input.tokenized_prompt import SampledVideo
+from .input.media.files import KnownVideos
+from .input.prompts.prompt_reader import PromptReader
+from .input.prompts.tokenized_prompt import SampledVideo
 from .model.attention import apbv_attention
 from .model.families import hybrid_family
 from .model.loading.load import default_num_frames, default_sampling, load_model, require_loadable

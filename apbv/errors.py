@@ -90,6 +90,10 @@ class InvalidRequestError(ApbvError, ValueError):
     http_status = 400
 
 
+class PromptError(InvalidRequestError):
+    """Raised if this model cannot answer the prompt; the message says why."""
+
+
 class InvalidConfigError(ApbvError, ValueError):
     """A setting is wrong, or does not go with another, with the model or with the hosts."""
 

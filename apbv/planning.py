@@ -17,7 +17,7 @@ from .config.checks import require_type
 from .config.refusals import refuse
 from .errors import InvalidConfigError, InvalidRequestError
 from .hosts.devices import choose_device
-from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk
+from .input.prompts.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk
 from .layout import ContextLayout, LayoutError
 from .model.families import DecoderSizes, family_of, hybrid_family, require_supported
 from .model.loading.load import read_config, read_video_processor

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from apbv import HostGroup
 from apbv.errors import InvalidRequestError
-from apbv.input.model_inputs import ModelInputs
+from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.kv.cache import ShardedCache
 from apbv.kv.facts import ModelIdentity
 from apbv.kv.offers import Offers

@@ -27,7 +27,7 @@ from apbv.errors import InvalidRequestError
 from PIL import Image
 
 from apbv import Engine
-from apbv.input.video import VideoInfo, read_frames
+from apbv.input.media.video import VideoInfo, read_frames
 
 from support.evaluation.answers import first_of_five
 from support.evaluation.command import Benchmark

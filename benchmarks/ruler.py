@@ -42,7 +42,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
-from apbv.input.rendering import Question, render_prompt
+from apbv.input.prompts.rendering import Question, render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES, PRUNINGS
 from apbv.decode.batch import Batch
-from apbv.input.video import probe
+from apbv.input.media.video import probe
 from apbv.request.request import Question, Request, RequestSettings
 from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer

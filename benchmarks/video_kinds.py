@@ -35,7 +35,7 @@ _LATE = 0.05
 
 
 def open_apbv(path: str) -> Opened:
-    from apbv.input.video import probe, read_frames
+    from apbv.input.media.video import probe, read_frames
 
     info = probe(path)
 

@@ -26,7 +26,7 @@ from apbv.errors import InvalidRequestError
 # isort: split
 from apbv import Engine
 from apbv.compat.versions import how_to_install
-from apbv.input.video import sample_fps, sample_uniform
+from apbv.input.media.video import sample_fps, sample_uniform
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark

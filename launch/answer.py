@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup, SamplingParams
 from apbv.errors import InvalidRequestError, StorageError
-from apbv.input.audio import AudioError, has_audio
-from apbv.input.images import Picture
-from apbv.input.video.file import VideoFile
+from apbv.input.media.audio import AudioError, has_audio
+from apbv.input.media.images import Picture
+from apbv.input.media.video.file import VideoFile
 from apbv.launch.options import given, load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
 from apbv.reporting import raised_as

@@ -19,7 +19,7 @@ from apbv import (
     plan,
     planning,
 )
-from apbv.input.model_inputs import ModelInputs
+from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.launch.plan import main
 from apbv.model.loading.tensor_parallel import require_divisible, weight_bytes
 from apbv.model.parts import inspect_model

@@ -408,8 +408,8 @@ def test_no_call_may_run_code_of_a_checkpoint():
 
 
 def test_scripts_import_apbv_before_transformers():
-    """Which may fail otherwise (see apbv.compat.torchvision_guard), but not in these tests, where apbv
-    comes first.
+    """Which may fail otherwise (see apbv.compat.torchvision_guard), but not in these tests, where
+    apbv comes first.
 
     The modules of launch/ are imported as part of apbv.
     """

@@ -18,9 +18,9 @@ from torch.nn.functional import avg_pool2d
 from ..device.copies import to_device
 from ..errors import UnsupportedModelError
 from ..hosts import HostGroup
-from ..input.audio import AudioInput
-from ..input.pixels import PixelChunk
-from ..input.visual import VisualInput
+from ..input.prompts.audio_input import AudioInput
+from ..input.prompts.pixels import PixelChunk
+from ..input.prompts.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes

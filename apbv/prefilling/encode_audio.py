@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..input.audio import AudioInput
+from ..input.prompts.audio_input import AudioInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer

@@ -12,7 +12,7 @@ from ..config import PrefillConfig, ReduceConfig
 from ..config.refusals import refuse
 from ..errors import InvalidConfigError
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify
 from ..kv.placement import PlacedKV, ShardedKV

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..device.copies import to_device
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..kv.cache import LayerGather, ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention
 from ..model.forward import LayerRows, LayerStep, run_layers

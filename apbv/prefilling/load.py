@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..config import KV_PLACEMENTS
 from ..errors import InvalidConfigError, StorageError
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput, VisualItem
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify, own_heads
 from ..kv.facts import ModelIdentity

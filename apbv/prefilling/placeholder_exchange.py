@@ -21,9 +21,9 @@ from torch import Tensor
 from ..device.copies import numbers_in, to_device
 from ..errors import HostError, RequestCancelled
 from ..hosts import HostGroup, Pending
-from ..input.audio import AudioInput
-from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput
+from ..input.prompts.audio_input import AudioInput
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.visual import VisualInput
 from ..layout import ContextLayout
 from ..model.forward import LayerRows
 from ..model.parts import ModelParts

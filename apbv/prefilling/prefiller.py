@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..input.files import probe_once
-from ..input.model_inputs import ModelInputs
-from ..input.pixels import KeptPixels
-from ..input.prompt_reader import PromptReader
-from ..input.rendering import RenderedPrompt
-from ..input.tokenized_prompt import SampledVideo
+from ..input.media.files import probe_once
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.pixels import KeptPixels
+from ..input.prompts.prompt_reader import PromptReader
+from ..input.prompts.rendering import RenderedPrompt
+from ..input.prompts.tokenized_prompt import SampledVideo
 from ..request.request import Request
 from .cancelling import require_going_on
 from .encode import agree_on_chunks

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..kv.export import disk, huggingface, network
 from ..kv.facts import ModelIdentity
 from ..kv.offers import Offers

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..config import ReuseConfig
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.visual import VisualInput
 from ..model.parts import ModelParts
 from ..runner.decoder import Decoder
 from ..stats import StageTimer

@@ -8,9 +8,9 @@ from ..config import SamplingParams
 from ..config.checks import Checked, function, one_of
 from ..errors import InvalidRequestError
 from ..grammar.grammars import Grammar
-from ..input.model_inputs import POSITION_RULES, ModelInputs
-from ..input.rendering import Question
-from ..input.tokenized_prompt import TokenizedPrompt
+from ..input.prompts.model_inputs import POSITION_RULES, ModelInputs
+from ..input.prompts.rendering import Question
+from ..input.prompts.tokenized_prompt import TokenizedPrompt
 from ..stats import StageTimer
 from .sink import AnswerSink
 
@@ -42,7 +42,7 @@ class RequestSettings(Checked, error=InvalidRequestError):
     Attributes:
         sampling: how the answer's tokens are chosen, and how many at most.
         positions: whose rule gives the rotary positions, one of
-            :data:`~apbv.input.model_inputs.POSITION_RULES`.
+            :data:`~apbv.input.prompts.model_inputs.POSITION_RULES`.
         num_wanted: answer tokens for which positions must be left.
         decode_host: the host that gathers the prompt's KV and decodes the answer, if one does
             alone; it takes host 0's part in a :class:`Request` once the prompt is prefilled. Cached
@@ -83,8 +83,8 @@ class Request:
         has_checked_grammar: whether that schema or grammar was found good
             (:meth:`apbv.grammar.grammars.Grammars.check`).
         prompt: the part of the question already read by this host's
-            :class:`~apbv.input.prompt_reader.PromptReader`; None: nothing. Other hosts need not
-            have it.
+            :class:`~apbv.input.prompts.prompt_reader.PromptReader`; None: nothing. Other hosts need
+            not have it.
     """
 
     question: Question

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..input.tokenized_prompt import SampledVideo
+from ..input.prompts.tokenized_prompt import SampledVideo
 from .logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]

@@ -16,7 +16,7 @@ from ..decode.answer import Answer, begin_answer, generate_tokens
 from ..decode.batch import Batch
 from ..errors import InvalidRequestError
 from ..hosts import HostGroup
-from ..input.rendering import RenderedPrompt
+from ..input.prompts.rendering import RenderedPrompt
 from ..model.parts import ModelParts
 from ..prefilling.prefill_observer import PrefillObserver
 from ..prefilling.prefiller import Prefiller, ReadRequest

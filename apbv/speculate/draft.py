@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from ..config import SamplingParams, SpeculativeConfig
 from ..device.copies import numbers_in, to_device
 from ..hosts import HostGroup, Pending
-from ..input.audio import AudioInput
-from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput
+from ..input.prompts.audio_input import AudioInput
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.visual import VisualInput
 from ..model.attention import CausalAttention, apbv_attention
 from ..model.forward import run_layers
 from ..model.parts import ModelParts

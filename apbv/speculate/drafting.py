@@ -19,7 +19,7 @@ from ..config import (
 from ..config.refusals import refuse
 from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..model.families import hybrid_family
 from ..model.loading.load import load_model, require_loadable
 from ..model.parts import ModelParts, inspect_model

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ..device.copies import to_device
-from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualItem
+from ..input.prompts.model_inputs import ModelInputs
+from ..input.prompts.visual import VisualItem
 from ..kv.cache import kv_layers
 from ..model.attention import PaddedAttention, apbv_attention
 from ..model.forward import LayerRows, run_layers

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..model.parts import ModelParts
 from ..prefilling.reduction.choosing import keep_best, keep_even
 from ..prefilling.reduction.dycoke import keep_by_dycoke

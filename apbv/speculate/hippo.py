@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import HIPPO_TERMS
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
+from ..input.prompts.model_inputs import ModelInputs
 from ..kernels import spatial_variety, temporal_change
 from ..model.parts import ModelParts
 from ..prefilling.encode import sharing_hosts

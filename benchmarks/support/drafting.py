@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
-from apbv.input.rendering import RenderedPrompt
-from apbv.input.video import probe
+from apbv.input.media.video import probe
+from apbv.input.prompts.rendering import RenderedPrompt
 from apbv.speculate import STRATEGIES
 from apbv.speculate.strategies import draft_tree
 from apbv.testing import clips

@@ -33,10 +33,10 @@ from apbv import (
     prefill,
 )
 from apbv.config import AblationConfig
-from apbv.input.pixels import KeptPixels
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import probe
-from apbv.input.visual import VisualInput
+from apbv.input.media.video import probe
+from apbv.input.prompts.pixels import KeptPixels
+from apbv.input.prompts.prompt_reader import PromptReader
+from apbv.input.prompts.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.methods import METHODS

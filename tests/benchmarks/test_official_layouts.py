@@ -12,7 +12,7 @@ import pytest
 import videomme
 import vnbench
 
-from apbv.input.video import probe, read_frames, sample_uniform
+from apbv.input.media.video import probe, read_frames, sample_uniform
 from apbv.testing import clips
 
 from apbv_tests.asked import OPEN, SRT, answered, run_in

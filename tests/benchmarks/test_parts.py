@@ -19,7 +19,7 @@ import torch
 
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig
-from apbv.input.model_inputs import ModelInputs
+from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.runner.decoder import Decoder

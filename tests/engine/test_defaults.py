@@ -4,7 +4,7 @@ question."""
 import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
 from apbv.model.parts import inspect_model
 
 from apbv_tests.families import build_model

@@ -12,13 +12,12 @@ from apbv import (
     HostError,
     HostGroup,
     PrefillConfig,
-    PromptError,
     ReduceConfig,
     SamplingParams,
     VideoError,
     demo,
 )
-from apbv.errors import UnsupportedModelError
+from apbv.errors import PromptError, UnsupportedModelError
 from apbv.layout import LayoutError
 from apbv.model.families import require_supported
 from apbv.model.parts import inspect_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from apbv.input.video import probe
+from apbv.input.media.video import probe
 
 from apbv_tests.video_files import CLIPS, decode_all
 

@@ -5,8 +5,8 @@ import av
 import numpy as np
 import pytest
 
-from apbv.input.audio import AudioError, has_audio, read_audio
-from apbv.input.video import probe
+from apbv.input.media.audio import AudioError, has_audio, read_audio
+from apbv.input.media.video import probe
 
 from apbv_tests.audio_files import RATE, tune, write
 from apbv_tests.video_files import encode, overwrite

@@ -4,7 +4,7 @@ import av
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, probe, read_frames
+from apbv.input.media.video import VideoError, probe, read_frames
 
 from apbv_tests.pairs import each_choice
 from apbv_tests.video_files import decode_all, encode, overwrite, packets_of, picture

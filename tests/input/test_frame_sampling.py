@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apbv.input.video import VideoInfo, read_frames, sample_fps, sample_uniform
+from apbv.input.media.video import VideoInfo, read_frames, sample_fps, sample_uniform
 
 
 def test_indices(encoded):

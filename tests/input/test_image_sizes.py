@@ -6,8 +6,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 from apbv.stats import StageTimer

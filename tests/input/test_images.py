@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from apbv.input.images import Picture
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
+from apbv.input.media.images import Picture
 
 from apbv_tests import families
 from apbv_tests.pairs import each_choice

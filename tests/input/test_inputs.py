@@ -9,12 +9,12 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
+from apbv.errors import PromptError
 from apbv.hosts import HostLinks
-from apbv.input.pixels import SourcePixels, preprocess_frames
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.tokenized_prompt import SampledVideo
-from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
-from apbv.input.visual import PromptError
+from apbv.input.media.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
+from apbv.input.prompts.pixels import SourcePixels, preprocess_frames
+from apbv.input.prompts.prompt_reader import PromptReader
+from apbv.input.prompts.tokenized_prompt import SampledVideo
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
@@ -205,7 +205,7 @@ def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
     parts = inspect_model(families.build_model("qwen2_5_vl"))
     decoded = []
     monkeypatch.setattr(
-        "apbv.input.pixels.iter_frames",
+        "apbv.input.prompts.pixels.iter_frames",
         lambda video, frames, *rest: decoded.append(frames) or iter_frames(video, frames, *rest),
     )
     for rank in range(3):

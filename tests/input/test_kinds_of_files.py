@@ -9,8 +9,8 @@ import pytest
 from av.stream import Disposition
 from PIL import Image
 
-from apbv.input.audio import AudioError, has_audio, read_audio
-from apbv.input.video import VideoError, VideoInfo, probe, read_frames
+from apbv.input.media.audio import AudioError, has_audio, read_audio
+from apbv.input.media.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
 from apbv_tests.audio_files import RATE, tune, write
@@ -344,7 +344,7 @@ def test_recordings_of_mp3_with_tags_are_joined(tmp_path):
 
 
 def test_a_wild_first_time_is_no_recording(tmp_path):
-    from apbv.input.video.clock import settle
+    from apbv.input.media.video.clock import settle
 
     times, clock, num_estimated = settle([2000, *range(40, 2400, 40)])
     assert num_estimated == 1 and clock.tolist() == [[0, 0]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
-from apbv.input.tokenized_prompt import process
+from apbv.input.prompts.tokenized_prompt import process
 
 from apbv_tests import families
 from apbv_tests.families import VIDEO_FAMILIES, VISION_FAMILIES

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from apbv import HostGroup, PrefillConfig
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import probe, sample_fps, sample_uniform
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
+from apbv.input.media.video import probe, sample_fps, sample_uniform
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 from apbv.stats import StageTimer

@@ -17,11 +17,11 @@ from apbv import (
     VideoConfig,
     prefill,
 )
-from apbv.input.pixels import VideoReader, preprocess_frames
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.repeats import kept_tokens
-from apbv.input.tokenized_prompt import SampledVideo
-from apbv.input.video import VideoError, probe
+from apbv.input.media.video import VideoError, probe
+from apbv.input.prompts.pixels import VideoReader, preprocess_frames
+from apbv.input.prompts.prompt_reader import PromptReader
+from apbv.input.prompts.repeats import kept_tokens
+from apbv.input.prompts.tokenized_prompt import SampledVideo
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question, Request
 from apbv.stats import StageTimer
@@ -93,7 +93,7 @@ def expected_logits(batch: dict) -> torch.Tensor:
 def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
     """A piece decodes its frames and the one before, and finds what the processor finds in the
     whole video."""
-    monkeypatch.setattr("apbv.input.repeats._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("apbv.input.prompts.repeats._CHUNK_BYTES", chunk_bytes)
     processor = build_processor()
     decoded = []
     read = VideoReader.read
@@ -188,7 +188,7 @@ def damaged_job(hosts: HostGroup, messages: list[dict]):
     engine = Engine(families.build_model(FAMILY), build_processor(), hosts)
     damaged = VideoError("a damaged frame") if hosts.rank == hosts.size - 1 else None
     with patch(
-        "apbv.input.repeats.preprocess_frames", wraps=preprocess_frames, side_effect=damaged
+        "apbv.input.prompts.repeats.preprocess_frames", wraps=preprocess_frames, side_effect=damaged
     ):
         try:
             engine.prefill(messages=messages, num_frames=FRAMES)
@@ -221,7 +221,9 @@ def known_job(hosts: HostGroup, messages: list[dict]):
                 rendered,
                 reader.sample([engine.videos.probe(path) for path in rendered.videos], question),
             )
-        with patch("apbv.input.repeats.preprocess_frames", wraps=preprocess_frames) as compared:
+        with patch(
+            "apbv.input.prompts.repeats.preprocess_frames", wraps=preprocess_frames
+        ) as compared:
             begun = engine.begin(Request(question, StageTimer(hosts), prompt=prompt))
         found.append(
             (begun.state.logits, sum(len(call.args[1]) for call in compared.call_args_list))
@@ -240,7 +242,7 @@ def test_host_0_tells_the_others_what_it_knows(pool, clips):
 def test_a_video_is_compared_once(clips, monkeypatch):
     reader = PromptReader(inspect_model(families.build_model(FAMILY)), build_processor(), FRAMES)
     (video,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
-    monkeypatch.setattr("apbv.input.prompt_reader.kept_tokens", None)
+    monkeypatch.setattr("apbv.input.prompts.prompt_reader.kept_tokens", None)
     (again,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
     assert torch.equal(video.kept, again.kept) and not again.kept.all()
 

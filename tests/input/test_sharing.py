@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apbv import HostGroup
-from apbv.input.visual import VisualInput, VisualItem, share_out, split_by_cost
+from apbv.input.prompts.visual import VisualInput, VisualItem, share_out, split_by_cost
 from apbv.layout import split_evenly
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=9)

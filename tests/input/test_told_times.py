@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from apbv import HostGroup
-from apbv.input.video import probe, sample_uniform
+from apbv.input.media.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 

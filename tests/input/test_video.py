@@ -7,8 +7,8 @@ import av
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, probe, read_frames
-from apbv.input.video.file import VideoFile
+from apbv.input.media.video import VideoError, probe, read_frames
+from apbv.input.media.video.file import VideoFile
 
 from apbv_tests.pairs import each_choice
 from apbv_tests.video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of, remux

@@ -9,9 +9,9 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, ReuseConfig
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import VideoError, VideoInfo, probe, sample_uniform
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
+from apbv.input.media.video import VideoError, VideoInfo, probe, sample_uniform
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 from apbv.stats import StageTimer

@@ -5,9 +5,9 @@ import torch
 from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import probe
-from apbv.input.visual import PromptError
+from apbv.errors import PromptError
+from apbv.input.media.video import probe
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 from apbv.stats import StageTimer

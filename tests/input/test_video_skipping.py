@@ -5,8 +5,8 @@ import av
 import numpy as np
 import pytest
 
-from apbv.input.video import probe, read_frames
-from apbv.input.video.file import VideoFile
+from apbv.input.media.video import probe, read_frames
+from apbv.input.media.video.file import VideoFile
 
 from apbv_tests.video_files import encode
 

@@ -9,8 +9,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, frames, iter_frames, probe, read_frames
-from apbv.input.video.file import VideoFile
+from apbv.input.media.video import VideoError, frames, iter_frames, probe, read_frames
+from apbv.input.media.video.file import VideoFile
 
 from apbv_tests.pairs import each_choice, pairwise
 from apbv_tests.video_files import OPEN_GOP, decode_all, encode, overwrite, packets_of

@@ -26,7 +26,7 @@ from vllm_tickets import SETTINGS, check_recompute, check_tickets, check_video_t
 
 import apbv
 from apbv import demo
-from apbv.input.video import probe, read_frames, sample_uniform
+from apbv.input.media.video import probe, read_frames, sample_uniform
 
 from apbv_tests import families
 from apbv_tests.patience import limit, wait_for

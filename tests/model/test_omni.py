@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from apbv import HostGroup
 from apbv.errors import UnsupportedModelError
-from apbv.input.audio import AudioInput, audio_from_batch
+from apbv.input.prompts.audio_input import AudioInput, audio_from_batch
 from apbv.model.families import base as families_module
 from apbv.model.loading.load import load_model, read_config
 from apbv.model.parts import inspect_model

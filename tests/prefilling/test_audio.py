@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load
-from apbv.input.audio import AudioError
+from apbv.input.media.audio import AudioError
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question
 

@@ -19,7 +19,7 @@ from apbv import (
     prefill,
 )
 from apbv.errors import HostError, ModelOutputError
-from apbv.input.pixels import VideoReader
+from apbv.input.prompts.pixels import VideoReader
 from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
 from apbv.prefilling.methods import METHODS

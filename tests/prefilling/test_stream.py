@@ -18,10 +18,10 @@ from apbv import (
     UnsupportedModelError,
     VideoConfig,
 )
-from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
-from apbv.input.tokenized_prompt import SampledVideo
-from apbv.input.video import VideoError, probe
-from apbv.input.visual import VisualInput, VisualItem
+from apbv.input.media.video import VideoError, probe
+from apbv.input.prompts.pixels import KeptPixels, SourcePixels, VideoReader, ahead
+from apbv.input.prompts.tokenized_prompt import SampledVideo
+from apbv.input.prompts.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
 from apbv.stats import StageTimer
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from apbv import demo
-from apbv.input.video import probe, read_frames
+from apbv.input.media.video import probe, read_frames
 
 from apbv_tests.patience import HANGING
 from apbv_tests.servers import InProcess

@@ -15,7 +15,7 @@ import pytest
 
 from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
-from apbv.input.pixels import VideoReader
+from apbv.input.prompts.pixels import VideoReader
 from apbv.prefilling import language_model
 from apbv.request.request import Question, Request
 from apbv.serve.control.decode_thread import DecodeThread

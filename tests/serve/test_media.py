@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from apbv import demo
-from apbv.input.files import FileIdentity
+from apbv.input.media.files import FileIdentity
 from apbv.serve.api_error import ApiError
 from apbv.serve.control.ready_request import ReadyRequest
 from apbv.serve.media import files as serving_media

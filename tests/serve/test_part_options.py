@@ -3,8 +3,8 @@ fields."""
 
 import pytest
 
-from apbv.input.content import OTHER_FILE_OPTIONS
-from apbv.input.video import probe, sample_fps, sample_uniform
+from apbv.input.media.video import probe, sample_fps, sample_uniform
+from apbv.input.prompts.content import OTHER_FILE_OPTIONS
 
 from apbv_tests.servers import part, post, text
 

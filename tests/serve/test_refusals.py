@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apbv.input.prompt_reader import PromptReader
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.serve.api_error import ApiError
 from apbv.serve.protocols.requests import ChatRequest
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from apbv.input.repeats import kept_tokens
+from apbv.input.prompts.repeats import kept_tokens
 
 from apbv_tests import families, video_files
 from apbv_tests.servers import InProcess, part, post, text
@@ -26,7 +26,7 @@ def test_a_video_is_compared_once_for_all_requests(tmp_path):
     model = families.save_checkpoint("video_llama_3", tmp_path / "model")
     with (
         closing(InProcess(media_dir=tmp_path, model=str(model), max_model_len=2000)) as app,
-        patch("apbv.input.prompt_reader.kept_tokens", wraps=kept_tokens) as compared,
+        patch("apbv.input.prompts.prompt_reader.kept_tokens", wraps=kept_tokens) as compared,
     ):
         messages = [{"role": "user", "content": [part("video", "a.mp4"), text("What?")]}]
         options = {"messages": messages, "max_tokens": 5, "num_frames": 8}

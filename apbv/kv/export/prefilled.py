@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...hosts import HostGroup
-from ...input.model_inputs import ModelInputs
+from ...input.prompts.model_inputs import ModelInputs
 from ...layout import ContextLayout, split_evenly
 from ...model.parts import ModelParts
 from ..cache import KVLayer, kv_layers

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...device.copies import numbers_in, to_device
+from ...errors import PromptError
 from ...hosts import HostGroup
-from ...input.model_inputs import ModelInputs
-from ...input.visual import PromptError
+from ...input.prompts.model_inputs import ModelInputs
 from ...model.parts import ModelParts
 from ..row_exchange import move_rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...config import ReduceConfig
 from ...device.copies import to_device
 from ...errors import InvalidConfigError
-from ...input.model_inputs import ModelInputs
+from ...input.prompts.model_inputs import ModelInputs
 from ...model.forward import LayerRows, LayerStep
 from ...model.modules import decoder_layers
 from ...model.parts import ModelParts

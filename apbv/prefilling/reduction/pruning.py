@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 from ...config import PrefillConfig, ReduceConfig, ReuseConfig
 from ...config.refusals import refuse
 from ...device.copies import numbers_in, to_device
-from ...errors import InvalidConfigError
+from ...errors import InvalidConfigError, PromptError
 from ...hosts import HostGroup
-from ...input.model_inputs import ModelInputs
-from ...input.visual import PromptError, VisualInput
+from ...input.prompts.model_inputs import ModelInputs
+from ...input.prompts.visual import VisualInput
 from ...model.families import family_of, hybrid_family
 from ...model.parts import ModelParts
 from ...stats import StageTimer

@@ -11,7 +11,7 @@ from threading import Event
 from ...decode.answer import begin_answer
 from ...engine import Engine
 from ...hosts import HostGroup
-from ...input.tokenized_prompt import TokenizedPrompt
+from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ...kv.offers import Offers
 from ...kv.ticket import Ticket
 from ...prefilling.result import PrefillResult

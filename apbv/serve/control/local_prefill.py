@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...engine import Engine
-from ...input.tokenized_prompt import TokenizedPrompt
+from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ...request.sink import StopFunction
 from .decode_thread import Arrival, DecodeThread
 from .output import AnswerOutput, failure_unless_cancelled

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...input.tokenized_prompt import TokenizedPrompt
+from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ..formats.tool_calls import CallParsing, ToolCallParser
 from ..media.files import Media
 from .work_order import WorkOrder

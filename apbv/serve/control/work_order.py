@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...hosts import HostGroup
-from ...input.tokenized_prompt import TokenizedPrompt
+from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ...request.request import Question, Request, RequestSettings
 from ...request.sink import StopFunction
 from ...stats import StageTimer

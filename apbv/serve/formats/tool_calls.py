@@ -101,7 +101,7 @@ def call_format(instructions: str | None) -> CallFormat | None:
     The tags alone do not tell: several formats share them.
 
     Args:
-        instructions: from :func:`apbv.input.rendering.tool_instructions`.
+        instructions: from :func:`apbv.input.prompts.rendering.tool_instructions`.
 
     Returns:
         The format; None if the prompt tells of none, or of another one.

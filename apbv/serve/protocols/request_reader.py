@@ -15,13 +15,12 @@ from PIL import Image
 
 from ...config import SamplingParams
 from ...engine import Engine
-from ...errors import InvalidConfigError, InvalidRequestError
+from ...errors import InvalidConfigError, InvalidRequestError, PromptError
 from ...grammar.checks import GrammarCheckError, GrammarChecksBusyError
 from ...grammar.schemas import fixed_texts
-from ...input.prompt_reader import PromptReader
-from ...input.rendering import template_words, tool_instructions
-from ...input.tokenized_prompt import TokenizedPrompt
-from ...input.visual import PromptError
+from ...input.prompts.prompt_reader import PromptReader
+from ...input.prompts.rendering import template_words, tool_instructions
+from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ...request.request import RequestSettings
 from ..api_error import ApiError
 from ..control.ready_request import ReadyRequest

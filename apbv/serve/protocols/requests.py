@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypeIs
 
 from ...config import MAX_FPS
-from ...input.content import (
+from ...input.prompts.content import (
     OTHER_FILE_OPTIONS,
     VIDEO_OPTIONS,
     OptionError,
@@ -521,7 +521,7 @@ class GenerationRequest(_Strict):
 class _ChatOptions(_Strict):
     """Options of the chat template and of video reading.
 
-    The former are arguments of :func:`apbv.input.rendering.apply_template`.
+    The former are arguments of :func:`apbv.input.prompts.rendering.apply_template`.
     """
 
     add_generation_prompt: bool | None = None

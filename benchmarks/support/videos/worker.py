@@ -27,9 +27,9 @@ from transformers.image_utils import SizeDict
 
 from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
 from apbv.device.allocator import keep_freed_memory, return_freed_memory
-from apbv.input.model_inputs import ModelInputs
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import probe, read_frames, sample_uniform
+from apbv.input.media.video import probe, read_frames, sample_uniform
+from apbv.input.prompts.model_inputs import ModelInputs
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.loading.load import read_config
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import tower_rows

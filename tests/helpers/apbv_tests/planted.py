@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from apbv import errors
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import VideoError
+from apbv.input.media.video import VideoError
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.prefilling import forward
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import ModelInputs, prefill
-from apbv.input.video import probe, sample_uniform
+from apbv.input.media.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 from apbv.testing.simulated import share_weights
 

@@ -1,9 +1,9 @@
 """Prompts as one host reads them, without an engine."""
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
-from apbv.input.pixels import SourcePixels
-from apbv.input.prompt_reader import PromptReader
-from apbv.input.video import probe
+from apbv.input.media.video import probe
+from apbv.input.prompts.pixels import SourcePixels
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.request.request import Question
 from apbv.stats import StageTimer
 

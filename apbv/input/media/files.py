@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..hosts import HostGroup
-from ..stats import StageTimer
+from ...hosts import HostGroup
+from ...stats import StageTimer
 from .video import VideoError, VideoInfo, probe
 
 _MOST_KNOWN = 16  # files; one of 100,000 frames takes 2 MB
@@ -68,7 +68,7 @@ class KnownVideos:
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
     def probe(self, path: str | Path, check: Callable[[int], None] | None = None) -> VideoInfo:
-        """Probe a video (:func:`apbv.input.video.probe`), unless it is known.
+        """Probe a video (:func:`apbv.input.media.video.probe`), unless it is known.
 
         A file that is known by this path gives the same object again.
         """

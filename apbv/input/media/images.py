@@ -11,10 +11,10 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..reporting import raised_as
+from ...errors import PromptError
+from ...reporting import raised_as
 from .files import FileIdentity, Source
 from .sizes import PixelLimits
-from .visual import PromptError
 
 _ORIENTATION = 0x0112  # EXIF orientation tag; from 5 on height and width are swapped
 

@@ -9,10 +9,10 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from ...config import FRAME_RATE
-from ...errors import InvalidRequestError
-from ...hosts import fair_share_of_cores
-from ...reporting import warn_caller
+from ....config import FRAME_RATE
+from ....errors import InvalidRequestError
+from ....hosts import fair_share_of_cores
+from ....reporting import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 # A run of at least this many frames is split at a keyframe, for several threads to share.
@@ -163,7 +163,7 @@ def iter_frames(
     iterator ends the threads and closes the file.
 
     Args:
-        info: the video, from :func:`apbv.input.video.probe`.
+        info: the video, from :func:`apbv.input.media.video.probe`.
         indices: the frames' numbers, strictly ascending.
         chunk_len: frames in each chunk but the last.
         threads: how many runs of frames to decode at the same time, if there are several; 0: as

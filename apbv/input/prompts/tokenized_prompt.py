@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts
-from .audio import Sound
-from .files import FileIdentity, Source
-from .images import Picture
+from ...errors import PromptError
+from ...model.parts import ModelParts
+from ..media.audio import Sound
+from ..media.files import FileIdentity, Source
+from ..media.images import Picture
+from ..media.sizes import PixelLimits
+from ..media.video import VideoInfo, length_of
 from .rendering import RenderedPrompt
-from .sizes import PixelLimits
-from .video import VideoInfo, length_of
-from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem
+from .visual import FRAME_COPIES, PIXEL_COPIES, VisualItem
 
 # The unit of the times that are told at a variable rate: a millisecond.
 _TICKS = 1000
@@ -46,7 +47,8 @@ class SampledVideo:
         info: the video.
         frames: indices of the sampled frames, ascending.
         sound: what is heard with them; None: nothing.
-        kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
+        kept: see :class:`~apbv.input.prompts.visual.VisualItem`; None also where that is not known
+            yet.
         grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is
             known.
         limits: on the size of a frame.

@@ -18,13 +18,15 @@ from urllib.request import url2pathname, urlopen
 
 from PIL import Image
 
-from .. import demo
-from ..config import FRAME_RATE
-from ..config.checks import Checked, instance_of, integer, number
-from ..config.refusals import refuse
-from ..errors import InvalidRequestError
-from ..model.parts import ModelParts
-from ..reporting import raised_as
+from ... import demo
+from ...config import FRAME_RATE
+from ...config.checks import Checked, instance_of, integer, number
+from ...config.refusals import refuse
+from ...errors import InvalidRequestError, PromptError
+from ...model.parts import ModelParts
+from ...reporting import raised_as
+from ..media.images import Picture
+from ..media.sizes import PixelLimits
 from .content import (
     OTHER_FILE_OPTIONS,
     VIDEO_OPTIONS,
@@ -32,9 +34,6 @@ from .content import (
     in_openais_form,
     require_consistent,
 )
-from .images import Picture
-from .sizes import PixelLimits
-from .visual import PromptError
 
 # An hour of frames as single images has fewer; bounded because every host opens them all.
 MOST_SOURCES = 4096

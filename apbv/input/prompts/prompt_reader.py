@@ -13,21 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..hosts import HostGroup
-from ..layout import intersect, split_evenly
-from ..model.parts import ModelParts
-from ..stats import StageTimer
-from .audio import AudioError, Sound, audio_from_batch, read_audio
-from .files import FileIdentity, KnownVideos, Source
-from .images import Picture
+from ...config import PrefillConfig
+from ...errors import PromptError
+from ...hosts import HostGroup
+from ...layout import intersect, split_evenly
+from ...model.parts import ModelParts
+from ...stats import StageTimer
+from ..media.audio import AudioError, Sound, read_audio
+from ..media.files import FileIdentity, KnownVideos, Source
+from ..media.images import Picture
+from ..media.video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
+from .audio_input import audio_from_batch
 from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
 from .tokenized_prompt import SampledVideo, TokenizedPrompt, lay_out
-from .video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
-from .visual import PromptError, encoding_hosts, share_out
+from .visual import encoding_hosts, share_out
 
 _MOST_KEPT = 16  # videos whose tokens are remembered
 
@@ -86,8 +88,8 @@ class PromptReader:
 
         Raises:
             PromptError: the question cannot be rendered
-                (:func:`~apbv.input.rendering.render_prompt`), or the model cannot read its token
-                ids.
+                (:func:`~apbv.input.prompts.rendering.render_prompt`), or the model cannot read its
+                token ids.
         """
         if question.token_ids is not None:
             return self._take_token_ids(question)
@@ -195,7 +197,7 @@ class PromptReader:
             earlier: the prompt's audio before it.
             seconds: how long it is heard; None: to its end.
             clock: the clock of the video that it belongs to
-                (:attr:`~apbv.input.video.VideoInfo.clock`), if any.
+                (:attr:`~apbv.input.media.video.VideoInfo.clock`), if any.
             start: the second from which it is heard.
         """
         extractor = self.processor.feature_extractor
@@ -220,7 +222,7 @@ class PromptReader:
 
         Raises:
             PromptError: the prompt cannot be laid out
-                (:func:`~apbv.input.tokenized_prompt.lay_out`).
+                (:func:`~apbv.input.prompts.tokenized_prompt.lay_out`).
             AudioError: an audio clip cannot be heard.
         """
         if rendered.token_ids is not None:

@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import DEFAULT_QUERY_LEN
-from ..config.refusals import refuse
-from ..errors import InvalidRequestError
-from ..hosts import HostGroup
-from ..model.parts import ModelParts
-from .audio import AudioInput, audio_from_batch
+from ...config import DEFAULT_QUERY_LEN
+from ...config.refusals import refuse
+from ...errors import InvalidRequestError, PromptError
+from ...hosts import HostGroup
+from ...model.parts import ModelParts
+from .audio_input import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
-from .visual import (
-    PIXEL_COPIES,
-    PromptError,
-    VisualInput,
-    VisualItem,
-    encoding_hosts,
-    share_out,
-)
+from .visual import PIXEL_COPIES, VisualInput, VisualItem, encoding_hosts, share_out
 
 POSITION_RULES = ("transformers", "vllm")
 

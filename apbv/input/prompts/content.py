@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidRequestError
+from ...errors import InvalidRequestError
 
 # A type as people write it: the one that OpenAI's API has for it, or vLLM's server.
 _TYPES = {

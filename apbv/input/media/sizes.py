@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .visual import PromptError
+from ...errors import PromptError
 
 # The tokens that an image or a frame may have where a request enlarges it, as in qwen-vl-utils.
 _MOST_TOKENS = 16384

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import av
 from av.stream import Disposition
 
-from ..compat.versions import release
+from ...compat.versions import release
 
 # Nothing but media: FFmpeg would render text as the video of a terminal, and playlists name others.
 _FORMATS = (

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import VideoConfig
-from ..hosts import HostGroup
-from ..stats import StageTimer
+from ...config import VideoConfig
+from ...hosts import HostGroup
+from ...stats import StageTimer
 from .pixels import VideoReader, preprocess_frames
 from .tokenized_prompt import SampledVideo
 

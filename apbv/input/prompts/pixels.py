@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ..config import VideoConfig
-from ..device.allocator import return_freed_memory
-from ..device.copies import side_stream
-from ..errors import InvalidRequestError
-from ..layout import intersect
-from ..stats import StageTimer
-from .images import Picture
-from .sizes import resized
+from ...config import VideoConfig
+from ...device.allocator import return_freed_memory
+from ...device.copies import side_stream
+from ...errors import InvalidRequestError
+from ...layout import intersect
+from ...stats import StageTimer
+from ..media.images import Picture
+from ..media.sizes import resized
+from ..media.video import iter_frames, read_frames
 from .tokenized_prompt import SampledVideo, process
-from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
 
 # Images whose memory is given back at once.
@@ -69,7 +69,8 @@ class SourcePixels:
     """Pixels that are read from their files on demand.
 
     Attributes:
-        readers: of every run of temporal patches (:attr:`~apbv.input.visual.VisualInput.runs`).
+        readers: of every run of temporal patches
+            (:attr:`~apbv.input.prompts.visual.VisualInput.runs`).
         timer: gets the number of frames and images read.
         runs_ahead: whether a thread makes chunks before they are asked for, or the caller's thread
             when it asks.
@@ -80,7 +81,8 @@ class SourcePixels:
     runs_ahead: bool = True
 
     def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
-        """Read, decode and preprocess chunks; implements :class:`~apbv.input.visual.Pixels`."""
+        """Read, decode and preprocess chunks; implements
+        :class:`~apbv.input.prompts.visual.Pixels`."""
         pixels = self._read(chunks)
         if self.runs_ahead:
             pixels = ahead(pixels)
@@ -140,7 +142,7 @@ class GivenPixels:
     items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
     def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
-        """Cut chunks; implements :class:`~apbv.input.visual.Pixels`."""
+        """Cut chunks; implements :class:`~apbv.input.prompts.visual.Pixels`."""
         for chunk in chunks:
             kinds = []
             batches = []
@@ -172,7 +174,8 @@ class KeptPixels:
         self._source: Generator[PixelChunk, None, None] | None = None
 
     def chunks(self, chunks: Sequence[range]) -> Generator[PixelChunk, None, None]:
-        """Read chunks, or return those in memory; implements :class:`~apbv.input.visual.Pixels`.
+        """Read chunks, or return those in memory; implements
+        :class:`~apbv.input.prompts.visual.Pixels`.
 
         All callers get the chunks that the first one asks for.
         """
@@ -333,7 +336,7 @@ class ImageReader:
 
         Returns:
             For each chunk its images, each with the size that it gets
-            (:attr:`~apbv.input.images.Picture.resized`).
+            (:attr:`~apbv.input.media.images.Picture.resized`).
         """
         for chunk in chunks:
             with self.timer.stage("decode_video"):

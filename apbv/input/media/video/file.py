@@ -16,8 +16,8 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import PictureType
 
-from ...errors import InvalidRequestError
-from ...reporting import warn_caller
+from ....errors import InvalidRequestError
+from ....reporting import warn_caller
 from ..container import best_stream, open_media
 from .bitstream import PacketReader
 from .clock import is_constant, is_nearly_sorted, length_of_last, settle
@@ -490,8 +490,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
     """List the frames of a file's video stream; if it has several, of the one FFmpeg prefers.
 
     Cover pictures are not taken. This reads all packets and decodes one frame; it decodes all if
-    packet times cannot be trusted (:mod:`apbv.input.video`). If frames have no time of their own, a
-    warning says how many.
+    packet times cannot be trusted (:mod:`apbv.input.media.video`). If frames have no time of their
+    own, a warning says how many.
 
     Args:
         path: the file.

@@ -8,9 +8,9 @@ Another kind of item needs:
 
 - a name for :attr:`VisualItem.kind`;
 - an identity of its content, as :class:`Source` is for files;
-- its place in the prompt (:func:`~apbv.input.tokenized_prompt.lay_out`);
-- a reader of its pixels (:class:`~apbv.input.pixels.VideoReader`), made where
-  :meth:`~apbv.input.prompt_reader.PromptReader.read` makes the others;
+- its place in the prompt (:func:`~apbv.input.prompts.tokenized_prompt.lay_out`);
+- a reader of its pixels (:class:`~apbv.input.prompts.pixels.VideoReader`), made where
+  :meth:`~apbv.input.prompts.prompt_reader.PromptReader.read` makes the others;
 - the call of the model that encodes it, in :mod:`apbv.prefilling.encode`.
 
 An item's temporal patches are adjacent: a video and audio that alternate would be several items
@@ -28,10 +28,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InvalidRequestError
-from ..hosts import HostGroup
-from ..layout import intersect, split_evenly
-from .files import Source
+from ...hosts import HostGroup
+from ...layout import intersect, split_evenly
+from ..media.files import Source
 
 # Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames
 # (decoded, waiting, being resized) and of its fp32 pixels (twice over, and activations of several
@@ -41,10 +40,6 @@ PIXEL_COPIES = 12
 # Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
-
-
-class PromptError(InvalidRequestError):
-    """Raised if this model cannot answer the prompt; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,8 @@ class Pixels(Protocol):
         """Return an iterator over chunks, in order; it has to be closed.
 
         Args:
-            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks`
-                returns them.
+            chunks: the temporal patches of each, as
+                :meth:`~apbv.input.prompts.visual.VisualInput.chunks` returns them.
 
         Raises:
             VideoError, PromptError: by the iterator, where a frame or an image cannot be decoded.

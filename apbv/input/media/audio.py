@@ -1,34 +1,19 @@
-"""The audio of a prompt, sharded over hosts window by window.
-
-Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore
-counted separately from those of images and video, even if their tokens alternate.
-"""
+"""The sound of a file as a model hears it: decoded, mixed, and without its clock's jitter."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
-import torch
 from av.error import FFmpegError
-from torch import Tensor
 
-from ..errors import InvalidRequestError
-from ..hosts import HostGroup
-from ..layout import intersect, split_evenly
-from ..model.parts import ModelParts
+from ...errors import InvalidRequestError
 from .container import best_stream, open_media
 from .files import Source
-from .visual import PromptError, RowStarts
 
-# Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take
-# some 100 MB.
-_UNITS_PER_CHUNK = 64
 # FFmpeg's: the mix of all channels is not louder than one.
 _RESAMPLING = {"rematrix_maxval": "1"}
 # Seconds by which containers' clocks jitter.
@@ -55,111 +40,6 @@ class Sound:
 
     samples: np.ndarray
     source: Source
-
-
-@dataclass(frozen=True)
-class AudioInput(RowStarts):
-    """Audio of a prompt, and this host's share of it.
-
-    A *unit* is the smallest piece that can be encoded by itself
-    (:attr:`~apbv.model.parts.ModelParts.audio_unit`). Units are numbered over all clips, in prompt
-    order; the last one of a clip may be shorter. A row is an audio token's embedding; rows are
-    numbered in prompt order.
-
-    Attributes:
-        lengths: the spectrogram frames of every clip.
-        unit: the spectrogram frames of a unit.
-        units: for every host, the units that it encodes; ascending with the host. One range of all
-            where every host encodes everything.
-        host: the host whose share this is, an index of ``units``.
-        row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
-        spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
-        sources: identities of the clips; None if the caller prepared them.
-    """
-
-    lengths: tuple[int, ...]
-    unit: int
-    units: tuple[range, ...]
-    host: int
-    row_starts: tuple[int, ...]
-    spectrograms: tuple[Tensor, ...] | None = None
-    sources: tuple[Source, ...] | None = None
-
-    @property
-    def is_shared_out(self) -> bool:
-        """Whether each of several hosts encodes a share; else every host encodes everything."""
-        return len(self.units) > 1
-
-    @property
-    def pieces(self) -> tuple[range, ...]:
-        """The rows that each host encodes."""
-        return tuple(self.rows_of(share) for share in self.units)
-
-    def chunks(self, host: int) -> list[range]:
-        """Return the units that a host encodes at a time."""
-        share = self.units[host]
-        return [
-            share[start : start + _UNITS_PER_CHUNK]
-            for start in range(0, len(share), _UNITS_PER_CHUNK)
-        ]
-
-    def frames_of(self, units: range) -> Iterator[Tensor]:
-        """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` per clip."""
-        assert self.spectrograms is not None  # they are not encoded yet
-        first_unit = 0  # of the clip
-        for spectrogram, length in zip(self.spectrograms, self.lengths, strict=True):
-            num_units = -(-length // self.unit)
-            part = intersect(range(first_unit, first_unit + num_units), units)
-            if part:
-                start = (part.start - first_unit) * self.unit
-                stop = (part.stop - first_unit) * self.unit
-                yield spectrogram[:, start:stop]
-            first_unit += num_units
-
-
-def audio_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
-) -> AudioInput:
-    """Take a prompt's audio out of a processor's batch.
-
-    Args:
-        input_ids: ``[n]``, the prompt.
-        hosts: this host alone, where every host encodes everything.
-
-    Raises:
-        PromptError: no spectrograms, or not those of the prompt's placeholders.
-    """
-    spectrograms = batch.get("input_features")
-    mask = batch.get("feature_attention_mask")
-    if spectrograms is None or mask is None:
-        raise PromptError(
-            "the prompt has placeholder tokens for audio, but no input_features and "
-            "feature_attention_mask"
-        )
-    lengths = torch.as_tensor(mask).sum(dim=1).tolist()
-    rows_of_units = []
-    for length in lengths:
-        for start in range(0, length, parts.audio_unit):
-            num_frames = min(parts.audio_unit, length - start)
-            rows_of_units.append(parts.family.num_audio_rows(num_frames))
-    row_starts = list(accumulate(rows_of_units, initial=0))
-    num_rows = int(parts.is_audio(input_ids).sum())
-    if row_starts[-1] != num_rows:
-        raise PromptError(
-            f"the prompt has {num_rows} placeholder tokens for audio, but its spectrograms make "
-            f"{row_starts[-1]}"
-        )
-    return AudioInput(
-        lengths=tuple(lengths),
-        unit=parts.audio_unit,
-        units=tuple(split_evenly(range(len(row_starts) - 1), hosts.size)),
-        host=hosts.rank,
-        row_starts=tuple(row_starts),
-        spectrograms=tuple(
-            spectrogram[:, :length]
-            for spectrogram, length in zip(spectrograms, lengths, strict=True)
-        ),
-    )
 
 
 class AudioError(InvalidRequestError):
@@ -199,8 +79,8 @@ def read_audio(
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
         seconds: maximum length to return; None: all of it.
-        clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first
-            frame, what came before is left out, and silence stands for what is missing.
+        clock: :attr:`~apbv.input.media.video.VideoInfo.clock` of a video: its audio begins with its
+            first frame, what came before is left out, and silence stands for what is missing.
         start: the seconds to leave out at the beginning.
 
     Returns:

@@ -1,0 +1,1 @@
+"""Files: videos, images and sound, opened and decoded."""
