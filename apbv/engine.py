@@ -51,9 +51,9 @@ from .request.request import Callbacks, Question, Request, RequestSettings
 from .request.result import GenerateResult
 from .request.sink import AnswerSink, StopFunction
 from .speculate import Autoregressive, Captioner, Drafting
-from .speculate.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
-from .speculate.speculative_batch import join_batch
-from .speculate.strategies import draft_batching_obstacle
+from .speculate.loops.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
+from .speculate.loops.speculative_batch import join_batch
+from .speculate.strategies.table import draft_batching_obstacle
 from .stats import StageTimer, provenance
 
 # The warm-up request's.

@@ -23,11 +23,11 @@ from .model.families import DecoderSizes, family_of, hybrid_family, require_supp
 from .model.loading.load import read_config, read_video_processor
 from .model.loading.quantization import quantization_of
 from .model.loading.tensor_parallel import require_divisible, weight_bytes
-from .prefilling.encode import chunk_bytes_within
+from .prefilling.encoding.vision import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, PrefillMethod, resolve_method
 from .prefilling.reduction.pruning import require_usable
-from .speculate.strategies import STRATEGIES, prunes
+from .speculate.strategies.table import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
 # Tokens of a chat before the video, and of a question after it.

@@ -27,10 +27,10 @@ from apbv.config import KEEP_POLICIES
 from apbv.demo import draft_path
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts
-from apbv.speculate.builders import draft_by_model
-from apbv.speculate.draft import Draft, DraftTask
-from apbv.speculate.strategies import keep_policy, make_observer
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.draft import Draft, DraftTask
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.strategies.builders import draft_by_model
+from apbv.speculate.strategies.table import keep_policy, make_observer
 from apbv.testing import clips
 
 from support.arguments import parser_of

@@ -18,7 +18,7 @@ from apbv.model.families import VISION_FAMILIES
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 from apbv.prefilling.reduction import LAYER_REDUCERS, REDUCERS
-from apbv.speculate.strategies import STRATEGIES
+from apbv.speculate.strategies.table import STRATEGIES
 
 from apbv_tests.configs import prefill_config
 from apbv_tests.documents import ROOT, cells_in

@@ -52,8 +52,8 @@ class SpeculativeConfig(Checked):
             tokens); ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise
             the expected speedup from the costs and the acceptance rate so far (see
-            :func:`apbv.speculate.pace.best_windows`). With ``"auto"`` a draft host drafts until the
-            target's forward pass ends, where ParallelVLM's Theorem 6 is largest.
+            :func:`apbv.speculate.loops.pace.best_windows`). With ``"auto"`` a draft host drafts
+            until the target's forward pass ends, where ParallelVLM's Theorem 6 is largest.
         keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of
             an answer is decoded without a draft that has cost eight forward passes of the target
             more than it has saved, where one round counts as four at most. To measure that, and for
@@ -63,8 +63,8 @@ class SpeculativeConfig(Checked):
             spaced) and ``"attention"`` (the highest); ``"uv_prune"`` (ParallelVLM's: what comes
             closer to the text in the target's first layers), ``"hippo"`` (see ``hippo_terms``); by
             the frames alone, with which HIPPO's Figure 7 compares, ``"frames"``, ``"transitions"``
-            and ``"dycoke"`` (see :mod:`apbv.speculate.frame_selection`); ``"even"`` (evenly
-            spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
+            and ``"dycoke"`` (see :mod:`apbv.speculate.strategies.frame_selection`); ``"even"``
+            (evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
         keep_ratio: share of visual tokens that a pruned draft sees; 0.1 if ``keep_tokens`` is not
             given.
         keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text

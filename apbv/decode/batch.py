@@ -161,7 +161,8 @@ class Batch:
 
         Args:
             answer: from :func:`~.answer.begin_answer`.
-            draft: none here; :class:`apbv.speculate.speculative_batch.SpeculativeBatch` takes one.
+            draft: none here; :class:`apbv.speculate.loops.speculative_batch.SpeculativeBatch` takes
+                one.
 
         Raises:
             InvalidConfigError: the KV is not gathered on this host.

@@ -25,11 +25,11 @@ from ..model.vision_attention import packed_attention
 from ..reporting import warn_caller
 from ..stats import StageTimer, reset_peak_memory
 from .cancelling import Stop
-from .encode import VisualRows, tower_rows
+from .encoding.placeholder_exchange import PlaceholderRows, encode_and_exchange
+from .encoding.vision import VisualRows, tower_rows
 from .language_model import run_language_model
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
-from .placeholder_exchange import PlaceholderRows, encode_and_exchange
 from .prefill_observer import PrefillObserver, SplitPrompt
 from .reduction import LAYER_REDUCERS, LayerReducer
 from .reduction.pruning import reduce_prompt, require_reducible
@@ -67,7 +67,7 @@ def prefill(
         config: method and lengths.
         timer: the request's stage times; a new one by default.
         observer: observes the question's attention, or hidden states (see
-            :mod:`apbv.speculate.score_observers`).
+            :mod:`apbv.speculate.strategies.score_observers`).
         encoded: the source of this host's visual embeddings; None: the model's vision tower.
         stop: called on host 0 between chunks of the tower and between layers; if it returns true,
             the prefill is cancelled. None on all hosts, or on none.

@@ -14,7 +14,7 @@ from ..model.forward import LayerRows, LayerStep, run_layers
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from .cancelling import CancelBetweenLayers, Stop, require_going_on
-from .placeholder_exchange import PlaceholderRows
+from .encoding.placeholder_exchange import PlaceholderRows
 from .prefill_observer import ObservedPass, PrefillObserver, SplitPrompt
 from .reduction import LayerReducer
 from .split_linear_attention import SplitLinearAttention

@@ -1,27 +1,16 @@
 """Loads a saved prefill from disk on any number of hosts."""
 
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..config import KV_PLACEMENTS
-from ..errors import InvalidConfigError, StorageError
+from ..errors import InvalidConfigError
 from ..hosts import HostGroup
-from ..input.prompts.model_inputs import ModelInputs
-from ..input.prompts.visual import VisualInput, VisualItem
-from ..kv.cache import ShardedCache
-from ..kv.export.prefilled import identify, own_heads
+from ..kv.export.loading import read_saved
 from ..kv.facts import ModelIdentity
-from ..kv.placement import GatheredKV, PlacedKV, ShardedKV
-from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
-from ..layout import ContextLayout, plan_layout, split_evenly
-from ..model.linear_attention import LinearStates
-from ..model.parts import ModelParts, inspect_model
+from ..model.parts import inspect_model
 from ..stats import StageTimer
 from .reduction.choosing import Reduction
 from .result import PrefillResult
@@ -55,7 +44,8 @@ def load(
         if kv not in KV_PLACEMENTS:
             raise InvalidConfigError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
         parts = None if model is None else inspect_model(model)
-        manifest, read = _read_latest(Path(path), parts, hosts, kv)
+        saved = read_saved(Path(path), parts, hosts, kv)
+    manifest = saved.manifest
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     reduction = None
@@ -70,142 +60,8 @@ def load(
         timer=timer,
         model=lambda: ModelIdentity.of(manifest),
         reduction=reduction,
-        **read,
+        logits=saved.logits,
+        layout=saved.layout,
+        inputs=saved.inputs,
+        kv=saved.kv,
     )
-
-
-def _read_latest(
-    path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
-) -> tuple[Manifest, dict[str, Any]]:
-    """Read a directory's contents, again if another save has replaced it meanwhile."""
-    while True:
-        before = _content_of(path / MANIFEST_NAME)
-        try:
-            saved = SavedKV.open(path)
-            return saved.manifest, _read(saved, parts, hosts, kv)
-        except Exception as error:  # a manifest edited by hand may fail anywhere
-            if _content_of(path / MANIFEST_NAME) != before:
-                continue
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"the saved KV in {path} cannot be used: {error}") from error
-
-
-def _content_of(path: Path) -> bytes | None:
-    """Return a file's content; None if it cannot be read."""
-    with suppress(OSError):
-        return path.read_bytes()
-    return None
-
-
-def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -> dict[str, Any]:
-    """Read the tensors of a prefill, as fields of its result."""
-    manifest = saved.manifest
-    if parts is not None:
-        _require_written_by(parts, saved)
-    prompt = saved.prompt()
-    layout = _layout(manifest, hosts.size)
-    states = LinearStates.of_named(prompt, hosts.device)
-    kv_here: PlacedKV
-    if kv == "sharded":
-        layers = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
-        kv_here = ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts, states)
-    else:
-        cache = None
-        if hosts.rank == 0:
-            cache = DynamicCache(_read_layers(saved, None, hosts))
-        kv_here = GatheredKV(cache, manifest.num_tokens, hosts, states=states)
-    return {
-        "logits": prompt["logits"].to(hosts.device),
-        "layout": layout,
-        "inputs": _stored_inputs(manifest, prompt["position_ids"], hosts),
-        "kv": kv_here,
-    }
-
-
-def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
-    """Reject KV of another model or dtype.
-
-    Raises:
-        StorageError: the KV is rejected; the message says why.
-    """
-    writer = saved.manifest
-    reader = identify(parts)
-    # The digest of the weights is of the first KV head, which only the first TP rank has.
-    has_digest = parts.tensor_parallel[0] == 0
-    other = None
-    if writer.family != reader.family:
-        other = "a model of another family"
-    elif writer.config_sha256 != reader.config_sha256:
-        other = "a model with another configuration"
-    elif has_digest and writer.weights_sha256 != reader.weights_sha256:
-        other = "a model with other weights"
-    if other is not None:
-        raise StorageError(
-            f"the KV in {saved.path} was computed by {other}: {writer.model} ({writer.family}), "
-            f"not {reader.model} ({reader.family})"
-        )
-    if saved.manifest.torch_dtype != parts.dtype:
-        raise StorageError(
-            f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}"
-        )
-
-
-def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
-    """Return the stored prompt.
-
-    Args:
-        position_ids: ``[3, n]`` for M-RoPE models, else ``[n]``.
-    """
-    visual = None
-    if manifest.visual is not None:
-        patches = tuple(split_evenly(range(1), hosts.size))
-        items = (VisualItem(manifest.visual.kind, manifest.visual.num_tokens),)
-        visual = VisualInput(items, patches, hosts.rank, (0, manifest.visual.num_tokens))
-    uses_mrope = position_ids.dim() == 2
-    return ModelInputs(
-        input_ids=torch.tensor([manifest.token_ids]),
-        position_ids=position_ids[:, None] if uses_mrope else position_ids[None],
-        context_start=manifest.context_start,
-        query_start=manifest.query_start,
-        visual=visual,
-        position_rule=manifest.position_rule,
-    )
-
-
-def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:
-    """Cut the prompt into blocks for this number of hosts."""
-    query_start = min(manifest.query_start, manifest.num_tokens - 1)
-    # An anchor of all that comes before the question, as Star Attention's on one host, would leave
-    # nothing to cut.
-    anchor_len = manifest.anchor_len if manifest.anchor_len < query_start else 0
-    return plan_layout(
-        num_hosts=num_hosts,
-        num_tokens=manifest.num_tokens,
-        context_start=manifest.context_start,
-        query_start=query_start,
-        anchor_len=anchor_len,
-        passing_len=manifest.passing_len,
-        zigzag=True,
-    )
-
-
-def _read_layers(
-    saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup
-) -> list[tuple[Tensor, Tensor]]:
-    """Read every layer's keys and values ``[1, Hkv, T, D]``, for this process's KV heads.
-
-    Args:
-        spans: the tokens to read; None: all.
-    """
-    if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
-        raise StorageError(
-            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which cannot be "
-            f"split evenly across {hosts.tensor_parallel_size} processes"
-        )
-    heads = own_heads(saved.manifest.num_kv_heads, hosts)
-    layers = []
-    for index in range(saved.manifest.num_layers):
-        keys, values = saved.layer(index, spans, heads)
-        layers.append((keys[None].to(hosts.device), values[None].to(hosts.device)))
-    return layers

@@ -13,7 +13,7 @@ from ..input.prompts.rendering import RenderedPrompt
 from ..input.prompts.tokenized_prompt import SampledVideo
 from ..request.request import Request
 from .cancelling import require_going_on
-from .encode import agree_on_chunks
+from .encoding.vision import agree_on_chunks
 from .forward import prefill
 from .prefill_observer import PrefillObserver
 from .reduction.pruning import require_reducible

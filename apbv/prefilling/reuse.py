@@ -20,11 +20,10 @@ from torch import Tensor
 from ..config import ReuseConfig
 from ..hosts import HostGroup
 from ..input.prompts.model_inputs import ModelInputs
-from ..input.prompts.visual import VisualInput
 from ..model.parts import ModelParts
 from ..runner.decoder import Decoder
 from ..stats import StageTimer
-from .encode import VisualRows, tower_rows
+from .encoding.vision import VisualRows, stored_rows, tower_rows
 from .result import PrefillResult
 
 
@@ -61,21 +60,6 @@ class ByteBoundedCache:
         while self.num_bytes > self.max_bytes:
             _, (_, num_freed_bytes) = self._entries.popitem(last=False)
             self.num_bytes -= num_freed_bytes
-
-
-def stored_rows(
-    rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
-) -> Generator[Tensor, None, None]:
-    """Yield cached embeddings; see :data:`~apbv.prefilling.encode.VisualRows`.
-
-    Args:
-        rows: ``[rows, (1 + L) * d]`` of this host's share, in CPU memory.
-        device: the device on which they are needed.
-    """
-    first = visual.pieces[visual.host].start
-    for chunk in chunks:
-        of_chunk = visual.rows_of(chunk)
-        yield rows[of_chunk.start - first : of_chunk.stop - first].to(device)
 
 
 def _storing(

@@ -24,10 +24,10 @@ from ..model.families import hybrid_family
 from ..model.loading.load import load_model, require_loadable
 from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
-from .beside import DraftHost, ParallelSpeculation
-from .decode_loops import Autoregressive, Captioner, SequentialSpeculation
-from .link import Pair
-from .strategies import (
+from .loops.beside import DraftHost, ParallelSpeculation
+from .loops.decode_loops import Autoregressive, Captioner, SequentialSpeculation
+from .loops.link import Pair
+from .strategies.table import (
     STRATEGIES,
     keep_policy,
     make_observer,

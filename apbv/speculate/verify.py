@@ -23,7 +23,7 @@ from ..decode.sampling import (
     uniform,
 )
 from ..device.copies import to_device
-from .drafters import Proposal
+from .drafters.drafters import Proposal
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfi
 from apbv.input.media.video import probe
 from apbv.input.prompts.rendering import RenderedPrompt
 from apbv.speculate import STRATEGIES
-from apbv.speculate.strategies import draft_tree
+from apbv.speculate.strategies.table import draft_tree
 from apbv.testing import clips
 
 # What a draft is asked about images for a caption, and the longest answer.

@@ -38,17 +38,16 @@ from apbv.input.prompts.pixels import KeptPixels
 from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.input.prompts.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.prefilling.encode import VisualRows, encode_visual
+from apbv.prefilling.encoding.vision import VisualRows, encode_visual, stored_rows
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefill_observer import PrefillObserver
 from apbv.prefilling.prefiller import ReadRequest
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
-from apbv.prefilling.reuse import stored_rows
 from apbv.request.request import Question, Request, RequestSettings
 from apbv.runner.decoder import Decoder
 from apbv.speculate import Autoregressive
-from apbv.speculate.decode_loops import SequentialSpeculation
+from apbv.speculate.loops.decode_loops import SequentialSpeculation
 from apbv.stats import StageTimer
 from apbv.testing import clips
 from apbv.testing.simulated import share_weights, simulate

@@ -12,7 +12,7 @@ from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.layout import ContextLayout, single_host_layout
 from apbv.model.parts import inspect_model
 from apbv.prefilling import methods
-from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.encoding.vision import encode_visual
 
 from apbv_tests import families
 from apbv_tests.configs import prefill_config

@@ -23,7 +23,7 @@ from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.runner.decoder import Decoder
-from apbv.speculate.strategies import require_consistent
+from apbv.speculate.strategies.table import require_consistent
 from apbv.testing import clips
 from apbv.testing.random_models import (
     CONFIGS,

@@ -10,7 +10,7 @@ from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.runner import graphs
 from apbv.runner.decoder import Decoder
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.tree import Tree
 
 from apbv_tests import families
 from apbv_tests.families import TEXT_FAMILIES

@@ -9,8 +9,8 @@ from apbv import HostError, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.batch import Batch
 from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
-from apbv.speculate.speculative_batch import SpeculativeBatch
-from apbv.speculate.strategies import draft_batching_obstacle
+from apbv.speculate.loops.speculative_batch import SpeculativeBatch
+from apbv.speculate.strategies.table import draft_batching_obstacle
 from apbv.stats import StageTimer
 
 from apbv_tests import families

@@ -19,7 +19,7 @@ from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.hosts import failure_watch, heartbeat
 from apbv.hosts.failure_watch import WORK_LIMIT, FailureWatch
 from apbv.hosts.heartbeat import Heartbeat, Patience
-from apbv.speculate.link import Link
+from apbv.speculate.loops.link import Link
 
 from apbv_tests.fresh_hosts import described
 from apbv_tests.patience import HANGING

@@ -17,7 +17,7 @@ from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.input.prompts.tokenized_prompt import SampledVideo
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.encoding.vision import encode_visual
 from apbv.request.request import Question
 from apbv.stats import StageTimer
 

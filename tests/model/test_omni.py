@@ -14,7 +14,7 @@ from apbv.input.prompts.audio_input import AudioInput, audio_from_batch
 from apbv.model.families import base as families_module
 from apbv.model.loading.load import load_model, read_config
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode_audio import audio_rows, encode_audio
+from apbv.prefilling.encoding.audio import audio_rows, encode_audio
 
 from apbv_tests import families
 from apbv_tests.families import MEL_BINS, OMNI

@@ -7,7 +7,8 @@ import torch
 from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill, stats
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
-from apbv.prefilling import encode, memory
+from apbv.prefilling import memory
+from apbv.prefilling.encoding import vision
 from apbv.prefilling.memory import host_memory
 from apbv.prefilling.methods import METHODS, base
 from apbv.prefilling.reduction import pruning
@@ -29,10 +30,10 @@ def ended_job(
     batch = video_batch(family, frames=400) if is_video else text_batch(TOKENS)
     model = build(family, torch.float32)
     config = PrefillConfig(**{**SHORT, **settings})
-    features = encode._features
+    features = vision._features
     encoded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
+        patch.setattr(vision, "_features", lambda *args: encoded.append(1) or features(*args))
         patch.setattr(
             memory, "free_memory_bytes", lambda device, swaps: free_bytes.get(hosts.rank, 2**40)
         )
@@ -95,7 +96,7 @@ def test_what_the_machine_can_swap_out_counts_as_free(monkeypatch, swap, ended):
     assert described(lambda: prefill(model, batch, hosts=HostGroup.single("cpu"))).startswith(ended)
 
 
-STAGES = {"encoding": (encode, "_features"), "reduction": (pruning, "choose_rows")}
+STAGES = {"encoding": (vision, "_features"), "reduction": (pruning, "choose_rows")}
 STAGES |= {"prefill": (base, "segmented_attention"), "handoff": (ShardedKV, "gathered")}
 
 

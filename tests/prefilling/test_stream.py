@@ -22,7 +22,7 @@ from apbv.input.media.video import VideoError, probe
 from apbv.input.prompts.pixels import KeptPixels, SourcePixels, VideoReader, ahead
 from apbv.input.prompts.tokenized_prompt import SampledVideo
 from apbv.input.prompts.visual import VisualInput, VisualItem
-from apbv.prefilling.encode import agree_on_chunks
+from apbv.prefilling.encoding.vision import agree_on_chunks
 from apbv.stats import StageTimer
 
 from apbv_tests import families, video_files

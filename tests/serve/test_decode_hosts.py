@@ -25,8 +25,8 @@ from apbv.serve.control.local_prefill import LocalPrefillPool
 from apbv.serve.control.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
-from apbv.speculate.decode_loop import PrefilledRequest
-from apbv.speculate.speculative_batch import SpeculativeBatch
+from apbv.speculate.loops.decode_loop import PrefilledRequest
+from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
 from apbv_tests.fresh_hosts import Store, run_fresh

@@ -19,11 +19,11 @@ from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
 from apbv.request.request import Question, Request, RequestSettings
 from apbv.request.sink import StopFunction
-from apbv.speculate.draft import Draft
-from apbv.speculate.drafters import ModelDrafter, NgramDrafter
-from apbv.speculate.pace import Pace
-from apbv.speculate.serial import generate_speculatively
-from apbv.speculate.speculative_batch import SpeculativeBatch
+from apbv.speculate.drafters.draft import Draft
+from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.serial import generate_speculatively
+from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
 from apbv_tests import families

@@ -17,8 +17,8 @@ from apbv import (
     SpeculativeConfig,
 )
 from apbv.prefilling.prefiller import Prefiller
-from apbv.speculate.drafters import ModelDrafter
-from apbv.speculate.link import Link
+from apbv.speculate.drafters.drafters import ModelDrafter
+from apbv.speculate.loops.link import Link
 
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.patience import HANGING, wait_for
@@ -214,7 +214,7 @@ def lost_draft_job(hosts: HostGroup, way: dict, request: dict, place: tuple, mos
 # draft's account.
 @pytest.mark.parametrize(
     "place",
-    [(ModelDrafter, "stream"), ("apbv.speculate.builders", "_prune_kv")],
+    [(ModelDrafter, "stream"), ("apbv.speculate.strategies.builders", "_prune_kv")],
     ids=["drafting", "pruning"],
 )
 @pytest.mark.parametrize("most", [9, 1])
@@ -324,8 +324,8 @@ def order_job(hosts: HostGroup, way: dict, request: dict):
         return patch.object(module_of[name], name, called)
 
     module_of = {
-        "encode_visual": import_module("apbv.speculate.builders"),
-        "run_prompt": import_module("apbv.speculate.draft"),
+        "encode_visual": import_module("apbv.speculate.strategies.builders"),
+        "run_prompt": import_module("apbv.speculate.drafters.draft"),
     }
     with (
         patch.object(Prefiller, "run", prefilled),
@@ -363,7 +363,7 @@ def failing_job(hosts: HostGroup, request: dict):
     """How a request ends whose prefill fails, for which the draft waits."""
     engine = engine_of(hosts, {"strategy": "vanilla", **IN_TURN})
     with (
-        patch("apbv.speculate.beside.Prefiller.run", out_of_memory),
+        patch("apbv.speculate.loops.beside.Prefiller.run", out_of_memory),
         pytest.raises((RuntimeError, HostError)) as raised,
     ):
         engine.generate(QUESTION, **request)

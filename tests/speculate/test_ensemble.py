@@ -18,10 +18,15 @@ from apbv import HostGroup, ModelInputs, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import encode_visual
-from apbv.speculate.draft import DraftTask
-from apbv.speculate.ensemble import AdaptedWeights, EnsembleDrafter, as_text, read_contexts
-from apbv.speculate.tree import Tree
+from apbv.prefilling.encoding.vision import encode_visual
+from apbv.speculate.drafters.draft import DraftTask
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.strategies.ensemble import (
+    AdaptedWeights,
+    EnsembleDrafter,
+    as_text,
+    read_contexts,
+)
 
 from apbv_tests import families
 from apbv_tests.engines import CAPTION, QUESTION

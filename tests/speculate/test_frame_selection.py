@@ -7,9 +7,9 @@ from apbv import HostGroup
 from apbv.config import FRAME_POLICIES
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.encoding.vision import encode_visual
 from apbv.prefilling.reduction.frames import SharedVideo, num_in_frames
-from apbv.speculate.frame_selection import FRAME_SELECTIONS, keep_from_frames
+from apbv.speculate.strategies.frame_selection import FRAME_SELECTIONS, keep_from_frames
 
 from apbv_tests.prompts import as_inputs, build, reset_rope, video_batch
 

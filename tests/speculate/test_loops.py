@@ -9,9 +9,9 @@ import torch
 from apbv import HostGroup, prefill
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
-from apbv.speculate.pace import Pace
-from apbv.speculate.serial import generate_speculatively
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.serial import generate_speculatively
 
 from apbv_tests.answers import answer_by, decoder_behind
 from apbv_tests.drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders

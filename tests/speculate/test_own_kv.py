@@ -12,7 +12,7 @@ from apbv.kv.placement import GatheredKV, ShardedKV
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
 from apbv.runner.decoder import Decoder
-from apbv.speculate.drafters import ModelDrafter
+from apbv.speculate.drafters.drafters import ModelDrafter
 
 from apbv_tests.engines import QUESTION, build_engine
 

@@ -13,10 +13,10 @@ import torch
 from apbv import HostGroup
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
-from apbv.speculate.pace import TRIAL_PASSES, Pace, best_windows
-from apbv.speculate.pipeline import DraftReport, PipelineStats
-from apbv.speculate.serial import generate_speculatively
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.loops.pace import TRIAL_PASSES, Pace, best_windows
+from apbv.speculate.loops.pipeline import DraftReport, PipelineStats
+from apbv.speculate.loops.serial import generate_speculatively
 from apbv.stats import Recorder
 
 from apbv_tests.answers import answer_by

@@ -17,12 +17,12 @@ from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.hosts import Pending
-from apbv.speculate import pipeline
-from apbv.speculate.draft import Draft
-from apbv.speculate.link import DONE, GO_ON, Link, Pair
-from apbv.speculate.pace import Pace
-from apbv.speculate.pipeline import draft_beside, generate_beside_draft
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.draft import Draft
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.loops import pipeline
+from apbv.speculate.loops.link import DONE, GO_ON, Link, Pair
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.verify import verify_window
 
 from apbv_tests.answers import answer_by

@@ -10,12 +10,12 @@ import torch
 from apbv import HostGroup, SpeculativeConfig, prefill
 from apbv.kernels import spatial_variety, temporal_change
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.encoding.vision import encode_visual
 from apbv.prefilling.reduction import choosing
 from apbv.prefilling.reduction.frames import frame_shape
-from apbv.speculate import builders, score_observers
-from apbv.speculate.hippo import local_semantics, standardised
-from apbv.speculate.strategies import make_observer
+from apbv.speculate.strategies import builders, score_observers
+from apbv.speculate.strategies.hippo import local_semantics, standardised
+from apbv.speculate.strategies.table import make_observer
 from apbv.testing.simulated import simulate
 
 from apbv_tests import families

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import encode_visual
-from apbv.speculate import builders
-from apbv.speculate.draft import prefill_draft
-from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
-from apbv.speculate.tree import Tree
+from apbv.prefilling.encoding.vision import encode_visual
+from apbv.speculate.drafters.draft import prefill_draft
+from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter, Proposal
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.strategies import builders
 
 from apbv_tests import audio_files, families
 from apbv_tests.engines import QUESTION, build_engine

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from apbv import HostGroup, SamplingParams, SpeculativeConfig
-from apbv.speculate import speculative_batch
-from apbv.speculate.drafters import ModelDrafter
+from apbv.speculate.drafters.drafters import ModelDrafter
+from apbv.speculate.loops import speculative_batch
 
 from apbv_tests import families
 from apbv_tests.engines import QUESTION, build_engine

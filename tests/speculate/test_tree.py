@@ -11,10 +11,10 @@ from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.kernels import reference
 from apbv.model.parts import inspect_model
-from apbv.speculate.drafters import ModelDrafter
-from apbv.speculate.pace import Pace
-from apbv.speculate.serial import generate_speculatively
-from apbv.speculate.tree import Tree
+from apbv.speculate.drafters.drafters import ModelDrafter
+from apbv.speculate.drafters.tree import Tree
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.serial import generate_speculatively
 
 from apbv_tests import families
 from apbv_tests.answers import answer_by

@@ -11,7 +11,7 @@ Another kind of item needs:
 - its place in the prompt (:func:`~apbv.input.prompts.tokenized_prompt.lay_out`);
 - a reader of its pixels (:class:`~apbv.input.prompts.pixels.VideoReader`), made where
   :meth:`~apbv.input.prompts.prompt_reader.PromptReader.read` makes the others;
-- the call of the model that encodes it, in :mod:`apbv.prefilling.encode`.
+- the call of the model that encodes it, in :mod:`apbv.prefilling.encoding.vision`.
 
 An item's temporal patches are adjacent: a video and audio that alternate would be several items
 each.

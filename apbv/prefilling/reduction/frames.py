@@ -13,9 +13,9 @@ from torch import Tensor
 from ...device.copies import numbers_in, to_device
 from ...errors import PromptError
 from ...hosts import HostGroup
+from ...hosts.row_exchange import move_rows
 from ...input.prompts.model_inputs import ModelInputs
 from ...model.parts import ModelParts
-from ..row_exchange import move_rows
 
 
 class KeptRows(NamedTuple):

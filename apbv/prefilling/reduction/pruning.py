@@ -17,15 +17,14 @@ from ...config.refusals import refuse
 from ...device.copies import numbers_in, to_device
 from ...errors import InvalidConfigError, PromptError
 from ...hosts import HostGroup
+from ...hosts.row_exchange import move_rows
 from ...input.prompts.model_inputs import ModelInputs
 from ...input.prompts.visual import VisualInput
 from ...model.families import family_of, hybrid_family
 from ...model.parts import ModelParts
 from ...stats import StageTimer
-from ..encode import VisualRows, agree_on_chunks, all_rows, sharing_hosts
+from ..encoding.vision import VisualRows, agree_on_chunks, all_rows, sharing_hosts, stored_rows
 from ..memory import HostMemory, Room
-from ..reuse import stored_rows
-from ..row_exchange import move_rows
 from . import REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
 from .frames import (

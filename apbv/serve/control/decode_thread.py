@@ -15,8 +15,8 @@ from dataclasses import replace
 from ...decode.answer import begin_answer
 from ...decode.batch import Batch, Member
 from ...engine import Engine
-from ...speculate.decode_loop import PrefilledRequest
-from ...speculate.speculative_batch import join_batch
+from ...speculate.loops.decode_loop import PrefilledRequest
+from ...speculate.loops.speculative_batch import join_batch
 from .answer_stream import AnswerStream
 from .output import AnswerOutput, Failure
 from .work_order import WorkOrder

@@ -17,7 +17,7 @@ from ...kv.ticket import Ticket
 from ...prefilling.result import PrefillResult
 from ...request.request import Request
 from ...request.result import GenerateResult
-from ...speculate.decode_loop import PrefilledRequest
+from ...speculate.loops.decode_loop import PrefilledRequest
 from ..media.files import PrivateFiles, find_in_folder
 from .decode_thread import Arrival, DecodeThread
 from .links import Link, RemoteOutput

@@ -32,9 +32,9 @@ from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.model.loading.load import read_config
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import tower_rows
+from apbv.prefilling.encoding.placeholder_exchange import encode_and_exchange
+from apbv.prefilling.encoding.vision import tower_rows
 from apbv.prefilling.methods import METHODS
-from apbv.prefilling.placeholder_exchange import encode_and_exchange
 from apbv.prefilling.prefiller import Prefiller
 from apbv.request.request import Question, Request
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory

@@ -6,7 +6,7 @@ import torch
 from apbv import HostGroup, prefill
 from apbv.model.parts import inspect_model
 from apbv.runner.decoder import Decoder
-from apbv.speculate.drafters import Drafter, Proposal
+from apbv.speculate.drafters.drafters import Drafter, Proposal
 
 from apbv_tests.configs import prefill_config
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs

@@ -11,9 +11,9 @@ from apbv import HostGroup
 from apbv.config import SamplingParams
 from apbv.decode.answer import Answer
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
-from apbv.speculate.drafters import Drafter, Proposal
-from apbv.speculate.pace import Pace
-from apbv.speculate.serial import generate_speculatively
+from apbv.speculate.drafters.drafters import Drafter, Proposal
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.serial import generate_speculatively
 
 NUM_TOKENS = 3
 NUM_SAMPLES = 800

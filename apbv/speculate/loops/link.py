@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..config import SpeculativeConfig
-from ..errors import HostError, InvalidConfigError
-from ..hosts import HostGroup, Pending
-from ..reporting import warn_caller
-from .drafters import Proposal
+from ...config import SpeculativeConfig
+from ...errors import HostError, InvalidConfigError
+from ...hosts import HostGroup, Pending
+from ...reporting import warn_caller
+from ..drafters.drafters import Proposal
 
 T = TypeVar("T")
 

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..config import SamplingParams, SpeculativeConfig
-from ..device.copies import numbers_in, to_device
-from ..hosts import HostGroup, Pending
-from ..input.prompts.audio_input import AudioInput
-from ..input.prompts.model_inputs import ModelInputs
-from ..input.prompts.visual import VisualInput
-from ..model.attention import CausalAttention, apbv_attention
-from ..model.forward import run_layers
-from ..model.parts import ModelParts
-from ..prefilling.encode_audio import encode_audio
-from ..prefilling.placeholder_exchange import PlaceholderRows
-from ..prefilling.result import PrefillResult
-from ..prefilling.row_exchange import move_rows
+from ...config import SamplingParams, SpeculativeConfig
+from ...device.copies import numbers_in, to_device
+from ...hosts import HostGroup, Pending
+from ...hosts.row_exchange import move_rows
+from ...input.prompts.audio_input import AudioInput
+from ...input.prompts.model_inputs import ModelInputs
+from ...input.prompts.visual import VisualInput
+from ...model.attention import CausalAttention, apbv_attention
+from ...model.forward import run_layers
+from ...model.parts import ModelParts
+from ...prefilling.encoding.audio import encode_audio
+from ...prefilling.encoding.placeholder_exchange import PlaceholderRows
+from ...prefilling.result import PrefillResult
 from .drafters import Drafter, ModelDrafter
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..device.copies import to_device
-from ..hosts import HostGroup, Pending
+from . import HostGroup, Pending
 
 
 def move_rows(

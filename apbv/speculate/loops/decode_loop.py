@@ -7,15 +7,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..decode.batch import Batch
-from ..errors import InvalidConfigError
-from ..hosts import HostGroup
-from ..model.parts import ModelParts
-from ..prefilling.prefiller import Prefiller, ReadRequest
-from ..prefilling.result import PrefillResult
-from ..request.logprobs import TokenLogprobs
-from ..request.request import Request
-from .draft import Draft
+from ...decode.batch import Batch
+from ...errors import InvalidConfigError
+from ...hosts import HostGroup
+from ...model.parts import ModelParts
+from ...prefilling.prefiller import Prefiller, ReadRequest
+from ...prefilling.result import PrefillResult
+from ...request.logprobs import TokenLogprobs
+from ...request.request import Request
+from ..drafters.draft import Draft
 
 
 @dataclass(frozen=True)

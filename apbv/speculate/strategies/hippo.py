@@ -9,13 +9,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ..config import HIPPO_TERMS
-from ..hosts import HostGroup
-from ..input.prompts.model_inputs import ModelInputs
-from ..kernels import spatial_variety, temporal_change
-from ..model.parts import ModelParts
-from ..prefilling.encode import sharing_hosts
-from ..prefilling.reduction.frames import shared_video, videos_of
+from ...config import HIPPO_TERMS
+from ...hosts import HostGroup
+from ...input.prompts.model_inputs import ModelInputs
+from ...kernels import spatial_variety, temporal_change
+from ...model.parts import ModelParts
+from ...prefilling.encoding.vision import sharing_hosts
+from ...prefilling.reduction.frames import shared_video, videos_of
 
 
 def local_semantics(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import ClassVar
 
-from ..config import longest_window
-from ..stats import Recorder
+from ...config import longest_window
+from ...stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off

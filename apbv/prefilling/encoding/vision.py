@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from ..device.copies import to_device
-from ..errors import UnsupportedModelError
-from ..hosts import HostGroup
-from ..input.prompts.audio_input import AudioInput
-from ..input.prompts.pixels import PixelChunk
-from ..input.prompts.visual import VisualInput
-from ..model.parts import ModelParts
-from ..model.vision_attention import packed_attention
-from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
-from .cancelling import Stop, require_going_on
+from ...device.copies import to_device
+from ...errors import UnsupportedModelError
+from ...hosts import HostGroup
+from ...input.prompts.audio_input import AudioInput
+from ...input.prompts.pixels import PixelChunk
+from ...input.prompts.visual import VisualInput
+from ...model.parts import ModelParts
+from ...model.vision_attention import packed_attention
+from ...stats import StageTimer, free_host_memory_bytes, free_memory_bytes
+from ..cancelling import Stop, require_going_on
 
 # The default chunk size: at most 5,000 or so of a Qwen tower's patches, which keep a GPU busy, and
 # 1/16 of the free memory.
@@ -232,3 +232,18 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
 def chunk_bytes_within(num_free_bytes: int) -> int:
     """Return the default chunk size for a number of free bytes."""
     return min(num_free_bytes // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
+
+
+def stored_rows(
+    rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
+) -> Generator[Tensor, None, None]:
+    """Yield cached embeddings; see :data:`VisualRows`.
+
+    Args:
+        rows: ``[rows, (1 + L) * d]`` of this host's share, in CPU memory.
+        device: the device on which they are needed.
+    """
+    first = visual.pieces[visual.host].start
+    for chunk in chunks:
+        of_chunk = visual.rows_of(chunk)
+        yield rows[of_chunk.start - first : of_chunk.stop - first].to(device)

@@ -15,14 +15,14 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ..decode.answer import NO_TOKEN, Answer
-from ..decode.sampling import NotFiniteError
-from ..stats import Recorder
-from .draft import Draft
-from .drafters import Proposal, pack_tokens, unpack_tokens
+from ...decode.answer import NO_TOKEN, Answer
+from ...decode.sampling import NotFiniteError
+from ...stats import Recorder
+from ..drafters.draft import Draft
+from ..drafters.drafters import Proposal, pack_tokens, unpack_tokens
+from ..verify import verify_window
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
 from .pace import CONSTRAINED, LOSING, Pace, SpeculationStats
-from .verify import verify_window
 
 
 @dataclass(frozen=True)

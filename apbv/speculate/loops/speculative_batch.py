@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import SpeculativeConfig
-from ..decode.answer import NO_TOKEN, Answer
-from ..decode.batch import ArrivingTokens, Batch, Member
-from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
-from ..device.copies import fetch, to_device
-from ..errors import InvalidConfigError
-from ..kv.cache import growing_layers
-from ..model.parts import ModelParts
-from ..pending import Pending
-from ..runner.batch_steps import BatchRunner, OwnKV
-from .draft import Draft
-from .drafters import ModelDrafter
+from ...config import SpeculativeConfig
+from ...decode.answer import NO_TOKEN, Answer
+from ...decode.batch import ArrivingTokens, Batch, Member
+from ...decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
+from ...device.copies import fetch, to_device
+from ...errors import InvalidConfigError
+from ...kv.cache import growing_layers
+from ...model.parts import ModelParts
+from ...pending import Pending
+from ...runner.batch_steps import BatchRunner, OwnKV
+from ..drafters.draft import Draft
+from ..drafters.drafters import ModelDrafter
+from ..drafters.tree import Tree
+from ..strategies.table import draft_batching_obstacle
+from ..verify import decide_window
 from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats
-from .strategies import draft_batching_obstacle
-from .tree import Tree
-from .verify import decide_window
 
 
 @dataclass

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import similarity_to
-from ..prefilling.prefill_observer import PrefillObserver, SplitPrompt
+from ...kernels import similarity_to
+from ...prefilling.prefill_observer import PrefillObserver, SplitPrompt
 
 # Scores of the question's attention in memory at a time, in fp32.
 MOST_SCORES = 2**26

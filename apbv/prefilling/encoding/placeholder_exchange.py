@@ -18,20 +18,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..device.copies import numbers_in, to_device
-from ..errors import HostError, RequestCancelled
-from ..hosts import HostGroup, Pending
-from ..input.prompts.audio_input import AudioInput
-from ..input.prompts.model_inputs import ModelInputs
-from ..input.prompts.visual import VisualInput
-from ..layout import ContextLayout
-from ..model.forward import LayerRows
-from ..model.parts import ModelParts
-from ..stats import StageTimer
-from .cancelling import Stop
-from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
-from .encode_audio import audio_rows
-from .row_exchange import MovedRows, start_moving
+from ...device.copies import numbers_in, to_device
+from ...errors import HostError, RequestCancelled
+from ...hosts import HostGroup, Pending
+from ...hosts.row_exchange import MovedRows, start_moving
+from ...input.prompts.audio_input import AudioInput
+from ...input.prompts.model_inputs import ModelInputs
+from ...input.prompts.visual import VisualInput
+from ...layout import ContextLayout
+from ...model.forward import LayerRows
+from ...model.parts import ModelParts
+from ...stats import StageTimer
+from ..cancelling import Stop
+from .audio import audio_rows
+from .vision import VisualRows, agree_on_chunks, all_rows, require_as_many
 
 # Rounds by which a host with cheaper frames may run ahead of the slowest.
 _MOST_ROUNDS_UNDER_WAY = 4

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..input.prompts.audio_input import AudioInput
-from ..model.parts import ModelParts
-from ..model.vision_attention import packed_attention
-from ..stats import StageTimer
-from .encode import all_rows
+from ...input.prompts.audio_input import AudioInput
+from ...model.parts import ModelParts
+from ...model.vision_attention import packed_attention
+from ...stats import StageTimer
+from .vision import all_rows
 
 
 def audio_rows(

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..decode.answer import NO_TOKEN, Answer
-from ..decode.sampling import NotFiniteError
-from ..stats import Recorder
-from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
+from ...decode.answer import NO_TOKEN, Answer
+from ...decode.sampling import NotFiniteError
+from ...stats import Recorder
+from ..drafters.drafters import Drafter, Proposal, pack_tokens, unpack_tokens
+from ..drafters.tree import Tree, verify_tree
+from ..verify import verify_window
 from .pace import CONSTRAINED, LOSING, Pace, SpeculationStats
-from .tree import Tree, verify_tree
-from .verify import verify_window
 
 SWITCHED_OFF = -1  # sent by host 0 instead of the number of drafted tokens
 

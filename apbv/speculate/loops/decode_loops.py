@@ -11,24 +11,24 @@ from functools import partial
 
 from torch import Tensor
 
-from ..config import SpeculativeConfig
-from ..decode.answer import Answer, begin_answer, generate_tokens
-from ..decode.batch import Batch
-from ..errors import InvalidRequestError
-from ..hosts import HostGroup
-from ..input.prompts.rendering import RenderedPrompt
-from ..model.parts import ModelParts
-from ..prefilling.prefill_observer import PrefillObserver
-from ..prefilling.prefiller import Prefiller, ReadRequest
-from ..prefilling.reduction.choosing import Reduction
-from ..prefilling.result import PrefillResult
-from ..request.request import Request
+from ...config import SpeculativeConfig
+from ...decode.answer import Answer, begin_answer, generate_tokens
+from ...decode.batch import Batch
+from ...errors import InvalidRequestError
+from ...hosts import HostGroup
+from ...input.prompts.rendering import RenderedPrompt
+from ...model.parts import ModelParts
+from ...prefilling.prefill_observer import PrefillObserver
+from ...prefilling.prefiller import Prefiller, ReadRequest
+from ...prefilling.reduction.choosing import Reduction
+from ...prefilling.result import PrefillResult
+from ...request.request import Request
+from ..drafters.draft import Draft, DraftTask
+from ..strategies.table import STRATEGIES, draft_tree, keep_policy, make_observer
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop, PrefilledRequest
-from .draft import Draft, DraftTask
 from .pace import Pace
 from .serial import SpeculationStats, generate_speculatively
 from .speculative_batch import SpeculativeBatch
-from .strategies import STRATEGIES, draft_tree, keep_policy, make_observer
 
 # Returns on host 0 a caption of a prompt's video or images, for drafts that read one.
 Captioner = Callable[[RenderedPrompt], str]

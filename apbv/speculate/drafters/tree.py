@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from ..config import SamplingParams
-from ..decode.sampling import NotFiniteError, choose_each
+from ...config import SamplingParams
+from ...decode.sampling import NotFiniteError, choose_each
 
 
 @dataclass(frozen=True)

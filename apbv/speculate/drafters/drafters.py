@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..config import SamplingParams
-from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
-from ..device.copies import to_device
-from ..kv.cache import appending_in_place, keep_of_last, kv_layers
-from ..kv.select import select_kv
-from ..model.parts import ModelParts
-from ..runner.decoder import ModelRunner
+from ...config import SamplingParams
+from ...decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
+from ...device.copies import to_device
+from ...kv.cache import appending_in_place, keep_of_last, kv_layers
+from ...kv.select import select_kv
+from ...model.parts import ModelParts
+from ...runner.decoder import ModelRunner
 from .tree import Tree
 
 # Returns the target's KV of a number of last tokens; see Decoder.newest_kv.

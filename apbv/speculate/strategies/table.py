@@ -5,22 +5,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import (
-    KEEP_FACTS,
-    STRATEGY_FACTS,
-    PrefillConfig,
-    SpeculativeConfig,
-    StrategyFacts,
-)
-from ..config.refusals import refuse
-from ..errors import InvalidConfigError
-from ..hosts import HostGroup
-from ..model.parts import ModelParts
-from ..prefilling.prefill_observer import PrefillObserver
+from ...config import KEEP_FACTS, STRATEGY_FACTS, PrefillConfig, SpeculativeConfig, StrategyFacts
+from ...config.refusals import refuse
+from ...errors import InvalidConfigError
+from ...hosts import HostGroup
+from ...model.parts import ModelParts
+from ...prefilling.prefill_observer import PrefillObserver
+from ..drafters.draft import Draft, DraftTask
+from ..drafters.tree import Tree
 from . import builders
-from .draft import Draft, DraftTask
 from .score_observers import HeadAttention, Relevance, SimilarityChange
-from .tree import Tree
 
 
 def _no_observer(config: SpeculativeConfig, parts: ModelParts) -> None:

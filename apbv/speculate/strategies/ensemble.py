@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..device.copies import to_device
-from ..input.prompts.model_inputs import ModelInputs
-from ..input.prompts.visual import VisualItem
-from ..kv.cache import kv_layers
-from ..model.attention import PaddedAttention, apbv_attention
-from ..model.forward import LayerRows, run_layers
-from ..model.parts import ModelParts
-from ..prefilling.encode import encode_pooled
-from ..prefilling.reduction.choosing import means_of_groups
-from ..prefilling.reduction.frames import frame_shape
-from .draft import DraftTask, prefill_draft, run_prompt
-from .drafters import ModelDrafter
+from ...device.copies import to_device
+from ...input.prompts.model_inputs import ModelInputs
+from ...input.prompts.visual import VisualItem
+from ...kv.cache import kv_layers
+from ...model.attention import PaddedAttention, apbv_attention
+from ...model.forward import LayerRows, run_layers
+from ...model.parts import ModelParts
+from ...prefilling.encoding.vision import encode_pooled
+from ...prefilling.reduction.choosing import means_of_groups
+from ...prefilling.reduction.frames import frame_shape
+from ..drafters.draft import DraftTask, prefill_draft, run_prompt
+from ..drafters.drafters import ModelDrafter
 
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
@@ -84,7 +84,7 @@ def read_contexts(
 
     Args:
         kept_visual: the visual tokens that M keeps; see
-            :func:`apbv.speculate.draft.prefill_draft`.
+            :func:`apbv.speculate.drafters.draft.prefill_draft`.
         rows: the draft's visual embeddings of this host's frames, for M and P.
 
     Returns:
@@ -283,7 +283,7 @@ class EnsembleDrafter(ModelDrafter):
         self._verified: list[Tensor] = []  # the target's logits
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Collect verified tokens; see :meth:`apbv.speculate.drafters.Drafter.learn`."""
+        """Collect verified tokens; see :meth:`apbv.speculate.drafters.drafters.Drafter.learn`."""
         if self._policy is not None:
             self._verified += logits
 

@@ -7,20 +7,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..config import SpeculativeConfig
-from ..decode.answer import begin_answer
-from ..errors import HostError
-from ..model.parts import ModelParts
-from ..prefilling.prefill_observer import PrefillObserver
-from ..prefilling.prefiller import Prefiller, ReadRequest
-from ..prefilling.result import PrefillResult
-from ..request.request import Request
+from ...config import SpeculativeConfig
+from ...decode.answer import begin_answer
+from ...errors import HostError
+from ...model.parts import ModelParts
+from ...prefilling.prefill_observer import PrefillObserver
+from ...prefilling.prefiller import Prefiller, ReadRequest
+from ...prefilling.result import PrefillResult
+from ...request.request import Request
+from ..drafters.draft import DraftTask
+from ..strategies.table import STRATEGIES, keep_policy, make_observer
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop
-from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
-from .strategies import STRATEGIES, keep_policy, make_observer
 
 
 class ParallelSpeculation(DecodeLoop):

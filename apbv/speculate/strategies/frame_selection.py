@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..hosts import HostGroup
-from ..input.prompts.model_inputs import ModelInputs
-from ..model.parts import ModelParts
-from ..prefilling.reduction.choosing import keep_best, keep_even
-from ..prefilling.reduction.dycoke import keep_by_dycoke
-from ..prefilling.reduction.frames import KeptRows, Reducer, SharedVideo, num_in_frames
-from ..prefilling.reduction.pruning import choose_rows
-from ..prefilling.reduction.slowfast import spaced_frames
+from ...hosts import HostGroup
+from ...input.prompts.model_inputs import ModelInputs
+from ...model.parts import ModelParts
+from ...prefilling.reduction.choosing import keep_best, keep_even
+from ...prefilling.reduction.dycoke import keep_by_dycoke
+from ...prefilling.reduction.frames import KeptRows, Reducer, SharedVideo, num_in_frames
+from ...prefilling.reduction.pruning import choose_rows
+from ...prefilling.reduction.slowfast import spaced_frames
 
 
 def keep_spaced_frames(video: SharedVideo, count: int) -> KeptRows:

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..config import KEEP_FACTS
-from ..prefilling.encode import encode_visual
-from ..prefilling.reduction.choosing import keep_best, keep_even
-from .draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
-from .drafters import Drafter, NgramDrafter
+from ...config import KEEP_FACTS
+from ...prefilling.encoding.vision import encode_visual
+from ...prefilling.reduction.choosing import keep_best, keep_even
+from ..drafters.draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
+from ..drafters.drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
 from .frame_selection import keep_from_frames
 from .hippo import local_semantics, with_relevance

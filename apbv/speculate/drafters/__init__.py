@@ -1,0 +1,1 @@
+"""What drafts: a model, the target itself, or text; chains and trees."""

@@ -1,0 +1,1 @@
+"""Loops that decode: without a draft, in turns, beside a draft host, in batches."""

@@ -1,0 +1,1 @@
+"""The drafting strategies, and how each chooses what its draft sees."""
