@@ -228,6 +228,36 @@ def test_there_are_no_import_cycles():
     tuple(TopologicalSorter(imports_among(BENCHMARKS, "benchmarks.")).static_order())
 
 
+def imports_between_rooms(package: str, imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Which files and subfolders of a folder import which others of it, at any depth.
+
+    Args:
+        imports: which modules each module imports.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, imported in imports.items():
+        for target in imported:
+            both_inside = starts_with(module, package) and starts_with(target, package)
+            if not both_inside or package in (module, target):
+                continue
+            depth = package.count(".") + 2
+            room = ".".join(module.split(".")[:depth])
+            target_room = ".".join(target.split(".")[:depth])
+            if room != target_room:
+                graph.setdefault(room, set()).add(target_room)
+    return graph
+
+
+def test_the_rooms_of_every_folder_import_in_one_direction():
+    """Folder by folder, and not only file by file."""
+    packages = [module for module, path in OURS.items() if path.name == "__init__.py"]
+    assert "apbv.serve" in packages and "apbv.serve.control" in packages
+    imports_of_modules = imports_among(OURS)
+    for package in packages:
+        rooms = imports_between_rooms(package, imports_of_modules)
+        tuple(TopologicalSorter(rooms).static_order())
+
+
 def test_no_module_rebinds_its_globals():
     """The host group and the layout travel as arguments."""
     rebinding = set()
