@@ -381,8 +381,20 @@ def test_the_architecture_names_what_there_is():
     assert not [place for place in code if not is_there(place)]
 
 
+def test_the_architecture_has_the_rooms_of_the_server():
+    _, after = ARCHITECTURE.read_text(encoding="utf-8").split("### The server's rooms")
+    table, _ = after.split("## How to add")
+    told = set()
+    for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE):
+        told |= {name.rstrip("/") for name in re.findall(r"`([^`]+)`", row)}
+    folder = ROOT / "apbv" / "serve"
+    rooms = {path.name for path in folder.iterdir() if not path.name.startswith("__")}
+    assert told == rooms
+
+
 def test_the_architecture_has_the_layers_that_the_imports_obey():
-    rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
+    code_map, _ = ARCHITECTURE.read_text(encoding="utf-8").split("### The server's rooms")
+    rows = re.findall(r"^\| (`.*?`) \|", code_map, re.MULTILINE)
     told = [set(re.findall(r"`([^`]+)`", row)) for row in rows]
     assert told == [set(names) for names in reversed(LAYERS)], (
         "tests/test_structure.py has other LAYERS"

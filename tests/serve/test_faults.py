@@ -222,7 +222,7 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
     async def stop_meanwhile():
         job, request = Job(), ChatRequest.parse(late(site, 3))
         app.worker.admit(job)
-        reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
+        reading = asyncio.get_running_loop().run_in_executor(None, app.submit, job, request)
         while not site.paths:
             await asyncio.sleep(0.01)
         app.scheduler.stop()
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_while_its_request_is_read_is_told_nothing():
         job = Job()
         app.worker.admit(job)
         app.scheduler.cancel(job)
-        app.worker.submit(job, ChatRequest.parse(asking()))
+        app.submit(job, ChatRequest.parse(asking()))
         return job
 
     with closing(InProcess()) as app:

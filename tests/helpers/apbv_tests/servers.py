@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.control.executor import Executor, follow
+from apbv.serve.control.job import Job
 from apbv.serve.control.links import connect_to_hosts, connect_to_leader
 from apbv.serve.control.scheduler import Limits, Scheduler
 from apbv.serve.control.worker import Worker
@@ -23,6 +25,7 @@ from apbv.serve.http.app import build_app
 from apbv.serve.media.files import PrivateFiles
 from apbv.serve.metrics.prometheus import Metrics
 from apbv.serve.protocols.request_reader import Reader
+from apbv.serve.protocols.requests import GenerationRequest
 
 from apbv_tests.configs import server_settings
 from apbv_tests.patience import HANGING, limit, wait_for
@@ -212,6 +215,10 @@ class InProcess:
         return self.loop.run_until_complete(
             asyncio.wait_for(self.client.request(method, path, **options), 30)
         )
+
+    def submit(self, job: Job, request: GenerationRequest) -> None:
+        """Read a request and put it into the queue, as the endpoints do in a thread."""
+        self.worker.submit(job, partial(self.reader.read, request), request.hands_over)
 
     def close(self):
         if self.offers is not None:
