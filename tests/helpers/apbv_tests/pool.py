@@ -132,6 +132,13 @@ class HostPool:
 
 
 def num_made(groups) -> int:
+    """How many groups a process has made; more than it may where one of these is of no more use.
+
+    A job may make other hosts of the same process group. A failure of theirs is posted where these
+    hosts find it, too, as soon as one waits a little longer for another.
+    """
+    if any(hosts.watch.read_failure() is not None for hosts in groups):
+        return _MOST_GROUPS + 1
     return sum(len(hosts.groups.made) for hosts in groups)
 
 
