@@ -221,6 +221,7 @@ class Engine:
             reuse,
             drafting=None if speculate is None else speculate.strategy,
             num_processes=hosts.num_processes,
+            tensor_parallel=hosts.tensor_parallel_size,
         )
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
@@ -369,6 +370,7 @@ class Engine:
                 reuse,
                 drafting=None if speculate is None else speculate.strategy,
                 num_processes=hosts.num_processes,
+                tensor_parallel=hosts.tensor_parallel_size,
             )
             refuse(
                 hybrid=hybrid_family(described),
@@ -849,6 +851,9 @@ class Engine:
         """Why answers cannot be decoded in batches; None if they can."""
         if self.prefill_config.kv == "sharded":
             return "all hosts take part in every token where the KV is sharded"
+        reduce = self.prefill_config.reduce
+        if reduce is not None and reduce.prunes_decoding:
+            return "each answer chooses in every step what it attends to (decode_ratio)"
         if self.speculative_config is not None:
             obstacle = draft_batching_obstacle(self.speculative_config)
             if obstacle is not None:

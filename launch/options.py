@@ -94,7 +94,7 @@ DECODE = _of(DecodeConfig, "cuda_graphs", "generation_config")
 # The options below are None if not given.
 VIDEO = _of(VideoConfig, "chunk_bytes")
 THREADS = _of(VideoConfig, "threads")
-REDUCE = _of(ReduceConfig, "method", "ratio", "layer", "asked_by", prefix="reduce")
+REDUCE = _of(ReduceConfig, "method", "ratio", "layer", "asked_by", "decode_ratio", prefix="reduce")
 SPARSE = (
     *_of(SparseConfig, "method", "threshold", "block_size", prefix="sparse"),
     *_of(XAttentionConfig, "stride", prefix="sparse"),

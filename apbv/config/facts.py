@@ -52,16 +52,18 @@ class ReducerFacts:
         between_layers: whether it prunes between the language model's layers; else before it.
         ranks_by_asking: whether the attention of tokens that ask ranks, so that these can be
             chosen.
+        prunes_decoding: whether it can leave tokens out of decoding steps, too.
     """
 
     between_layers: bool = False
     ranks_by_asking: bool = False
+    prunes_decoding: bool = False
 
 
 REDUCER_FACTS = {
     "slowfast": ReducerFacts(),
     "fastvid": ReducerFacts(),
-    "dycoke": ReducerFacts(),
+    "dycoke": ReducerFacts(prunes_decoding=True),
     "fastv": ReducerFacts(between_layers=True, ranks_by_asking=True),
     "pdrop": ReducerFacts(between_layers=True, ranks_by_asking=True),
     "sparsevlm": ReducerFacts(between_layers=True),

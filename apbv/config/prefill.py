@@ -60,11 +60,16 @@ class ReduceConfig(Checked, name="reduce "):
         ratio: keep ratio of a video's visual tokens, rounded, and at least one token; between
             layers, of all visual tokens in the last layers. 1: all, and the prompt is prefilled as
             without pruning.
-        layer: after how many layers tokens are pruned first, of a method between layers. None: as
-            in its paper, for the model's depth.
+        layer: after how many layers tokens are pruned first, of a method between layers, or left
+            out of decoding steps. None: as in its paper, for the model's depth.
         asked_by: whose attention ranks in ``"fastv"`` and ``"pdrop"``: ``"last"``, the prompt's
             last token, as in the authors' programs, which is what None means; or ``"question"``,
             the question's tokens.
+        decode_ratio: share of the visual tokens, of those that the language model has read, to
+            which each decoding step attends in its deeper layers: DyCoke's second stage
+            (:mod:`apbv.runner.dynamic_pruning`), without which ``"dycoke"`` is its first stage
+            alone. 0.3 in its paper. None, or 1: all. What is left out stays in memory, and a saved
+            prefill has all of it. On the host that has the KV, one answer at a time.
 
     Raises:
         InvalidConfigError: the method is unknown, a number is out of range, or a setting is not
@@ -82,12 +87,19 @@ class ReduceConfig(Checked, name="reduce "):
         1,
         _MOST_TOKENS,
         None,
-        help="fastv, pdrop, sparsevlm: layers before tokens are pruned (default: the paper's)",
+        help="layers before tokens are pruned: fastv, pdrop, sparsevlm, and with a decode ratio "
+        "(default: the paper's)",
     )
     asked_by: str | None = one_of(
         ("last", "question"),
         None,
         help="fastv, pdrop: whose attention ranks (default: the last token's)",
+    )
+    decode_ratio: float | None = number(
+        "lie in 0 < ratio <= 1",
+        lambda share: 0 < share <= 1,
+        None,
+        help="dycoke: share of them that a decoding step attends to (default: all)",
     )
 
     def __post_init__(self):
@@ -96,7 +108,9 @@ class ReduceConfig(Checked, name="reduce "):
         refuse(
             reduce_layer=self.layer is not None,
             reduce_asked_by=self.asked_by is not None,
-            early_reduction=None if facts.between_layers else self.method,
+            early_reduction=None if facts.between_layers or self.prunes_decoding else self.method,
+            decode_pruning=self.decode_ratio is not None,
+            whole_decoding=None if facts.prunes_decoding else self.method,
             other_ranking=None if facts.ranks_by_asking else self.method,
         )
 
@@ -109,6 +123,11 @@ class ReduceConfig(Checked, name="reduce "):
     def layer_reduction(self) -> str | None:
         """The method if it prunes something, between layers; else None."""
         return self.method if self.prunes_between_layers and not self.keeps_all else None
+
+    @property
+    def prunes_decoding(self) -> bool:
+        """Whether decoding steps leave out visual tokens."""
+        return self.decode_ratio is not None and self.decode_ratio < 1
 
     @property
     def leaves_all(self) -> bool:
@@ -265,6 +284,8 @@ class PrefillConfig(Checked):
             "no_anchor": without if has_no_anchor else None,
             "reduction": None if reduce is None else reduce.method,
             "layer_reduction": None if reduce is None else reduce.layer_reduction,
+            "decode_pruning": reduce is not None and reduce.prunes_decoding,
+            "sharded_kv": self.kv == "sharded",
             "sparse": None if attention is None else attention.method,
             "dense_method": None if facts.takes_sparse else self.method,
             "other_sparse_method": self.method if is_other else None,

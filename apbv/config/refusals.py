@@ -80,6 +80,32 @@ CONFLICTS = [
         "{other_ranking} does not",
     ),
     Conflict(
+        "decode_pruning",
+        "whole_decoding",
+        "only dycoke leaves tokens out of decoding steps (decode_ratio): {whole_decoding} does not",
+    ),
+    Conflict(
+        "decode_pruning",
+        "sharded_kv",
+        "decode_ratio chooses among the KV of one host: it needs kv='gathered'",
+    ),
+    Conflict(
+        "decode_pruning",
+        "drafting",
+        "{drafting} verifies several tokens in a step, and decode_ratio chooses KV for one: choose "
+        "one of them",
+    ),
+    Conflict(
+        "decode_pruning",
+        "tensor_parallel",
+        "decode_ratio ranks by the attention of all heads, of which each process has a share",
+    ),
+    Conflict(
+        "decode_pruning",
+        "hybrid",
+        "{hybrid} has linear attention, whose states hold what decode_ratio would leave out",
+    ),
+    Conflict(
         "kv_reuse",
         "watching_draft",
         "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",

@@ -20,6 +20,7 @@ from ..request.request import Request
 from ..request.result import FinishReason
 from ..request.sink import AnswerSink
 from ..runner.decoder import Decoder
+from ..runner.dynamic_pruning import DynamicPruning
 from .sampling import Choice, Penalties, biased, choose_each, forbid
 
 NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no token
@@ -237,10 +238,19 @@ def finish_reason(
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 
 
+def decoder_behind(parts: ModelParts, prefill: PrefillResult) -> Decoder:
+    """Return what runs the model on tokens that follow a prefilled prompt."""
+    pruning = None
+    if prefill.decode_pruning is not None:
+        is_visual = parts.is_visual(prefill.inputs.input_ids[0])
+        pruning = DynamicPruning(prefill.decode_pruning, is_visual, parts.backend)
+    return Decoder(parts, prefill.kv, prefill.next_position, pruning)
+
+
 def begin_answer(parts: ModelParts, prefill: PrefillResult, request: Request) -> Answer:
     """Begin an answer to a prefilled prompt, without tokens."""
     return Answer(
-        decoder=Decoder(parts, prefill.kv, prefill.next_position),
+        decoder=decoder_behind(parts, prefill),
         logits=prefill.logits[0],
         prompt_len=prefill.num_tokens,
         sampling=request.sampling,

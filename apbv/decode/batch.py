@@ -165,10 +165,13 @@ class Batch:
                 one.
 
         Raises:
-            InvalidConfigError: the KV is not gathered on this host.
+            InvalidConfigError: the KV is not gathered on this host, or the answer attends to a part
+                of it.
         """
         if not isinstance(answer.decoder.cache, DynamicCache):
             raise InvalidConfigError("batched decoding needs KV that is gathered on this host")
+        if answer.decoder.prunes:
+            raise InvalidConfigError("an answer with decode_ratio cannot be batched")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         member = self._member(answer)

@@ -32,7 +32,7 @@ from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
 from .prefill_observer import PrefillObserver, SplitPrompt
 from .reduction import LAYER_REDUCERS, LayerReducer
-from .reduction.pruning import reduce_prompt, require_reducible
+from .reduction.pruning import decode_pruning, reduce_prompt, require_reducible
 from .result import PrefillResult
 from .split_linear_attention import share_states
 
@@ -128,6 +128,7 @@ def prefill(
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         method = _plan(inputs, hosts, config, parts.sizes, observer)
         reducer = _layer_reducer(reduce, parts, inputs, method)
+        pruning = decode_pruning(reduce, parts.sizes.layers)
         visual_tokens = range(0)
         if inputs.num_visual_tokens:
             visual_tokens = range(inputs.context_start, inputs.query_start)
@@ -194,6 +195,7 @@ def prefill(
         model=partial(identify, parts),
         reduction=reduction,
         warning=method.warning(method.layout),
+        decode_pruning=pruning,
     )
 
 

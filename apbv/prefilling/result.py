@@ -15,6 +15,7 @@ from ..kv.offers import Offers
 from ..kv.placement import PlacedKV
 from ..kv.ticket import Ticket
 from ..layout import ContextLayout
+from ..runner.dynamic_pruning import DecodePruning
 from ..stats import StageTimer
 from .reduction.choosing import Reduction
 
@@ -34,6 +35,8 @@ class PrefillResult:
         density: fraction of the causal scores that was computed, of those from which blocks were
             selected (see :class:`apbv.SparseConfig`), on all hosts together; None if attention is
             dense.
+        decode_pruning: how decoding steps leave out visual tokens; None: none are, or the KV was
+            loaded.
         warning: what is known to cost accuracy with the prefill's lengths; None: nothing, or KV
             that was loaded.
         reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else
@@ -56,6 +59,7 @@ class PrefillResult:
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None
     warning: str | None = None
+    decode_pruning: DecodePruning | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.forward import LayerRows, run_layers
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
+from .dynamic_pruning import DynamicPruning
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
@@ -53,6 +54,7 @@ class ModelRunner:
         cache: of the tokens before; it appends in place.
         hosts: the hosts over which the KV is sharded; None: it is all here.
         states: those of a hybrid's linear attention, which are changed.
+        pruning: the attention of an answer that leaves out visual tokens; None: none are.
     """
 
     def __init__(
@@ -61,13 +63,16 @@ class ModelRunner:
         cache: Cache,
         hosts: HostGroup | None = None,
         states: LinearStates | None = None,
+        pruning: DynamicPruning | None = None,
     ):
         self._parts = parts
         self._cache = cache
         self._layers = growing_layers(cache)
         self._hosts = hosts
         self._states = states
-        self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
+        self._pruning = pruning
+        records = pruning is None and may_record(parts, hosts)
+        self._recorded = RecordedSteps(parts) if records else None
         self._buffers: list[tuple[Tensor, Tensor] | None] = []  # of the recorded steps
 
     @torch.no_grad()
@@ -96,8 +101,13 @@ class ModelRunner:
             return self._run_recorded(recorded, ids, positions, visible, last_only)
         parts = self._parts
         device = self._parts.device
-        there = None if visible is None else to_device(visible, device)
-        attention = NewTokenAttention(parts.backend, there, self._hosts)
+        attention: LayerAttention
+        if self._pruning is not None:
+            assert visible is None and self._hosts is None, "one answer's tokens, on one host"
+            attention = self._pruning
+        else:
+            there = None if visible is None else to_device(visible, device)
+            attention = NewTokenAttention(parts.backend, there, self._hosts)
         new_ids = to_device(ids, device)
         places = to_device(positions, device)
         return forward(parts, new_ids, places, self._cache, attention, last_only, self._states)
@@ -221,22 +231,31 @@ class Decoder:
     Args:
         kv: the prompt's KV, to which the new tokens' is appended.
         next_position: rotary position of the first new token.
+        pruning: leaves out visual tokens of the prompt in every step; None: none are.
 
     Attributes:
         cache: the cache that tokens are appended to; None on hosts that run nothing.
         next_position: the rotary position of the next token.
+        prunes: whether steps leave out visual tokens.
         runs_ahead: whether this process alone runs the model, on a GPU, where a step can then be
             queued before the CPU knows the previous step's token.
     """
 
-    def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
+    def __init__(
+        self,
+        parts: ModelParts,
+        kv: PlacedKV,
+        next_position: int,
+        pruning: DynamicPruning | None = None,
+    ):
         self.next_position = next_position
         self.cache = kv.continued()
         self._runner = None
         if self.cache is not None:
             states = None if kv.states is None else kv.states.copy()  # the prompt's stay
-            self._runner = ModelRunner(parts, self.cache, kv.attending, states)
+            self._runner = ModelRunner(parts, self.cache, kv.attending, states, pruning)
         self.hosts = kv.hosts
+        self.prunes = pruning is not None
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
         self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"
 

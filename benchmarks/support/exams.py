@@ -33,6 +33,7 @@ from apbv import (
     prefill,
 )
 from apbv.config import AblationConfig
+from apbv.decode.answer import decoder_behind
 from apbv.input.media.video import probe
 from apbv.input.prompts.pixels import KeptPixels
 from apbv.input.prompts.prompt_reader import PromptReader
@@ -45,7 +46,6 @@ from apbv.prefilling.prefiller import ReadRequest
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
 from apbv.request.request import Question, Request, RequestSettings
-from apbv.runner.decoder import Decoder
 from apbv.speculate import Autoregressive
 from apbv.speculate.loops.decode_loops import SequentialSpeculation
 from apbv.stats import StageTimer
@@ -349,9 +349,16 @@ class Reference:
         """
         logits = state.logits
         if len(answer) > 1:
-            later_logits = Decoder(parts, state.kv, state.next_position).advance(answer[:-1])
+            decoder = decoder_behind(parts, state)
+            # One by one where every step chooses what it attends to.
+            step = 1 if decoder.prunes else len(answer) - 1
+            later_logits = []
+            for start in range(0, len(answer) - 1, step):
+                later_logits.append(
+                    decoder.advance(answer[start : min(start + step, len(answer) - 1)])
+                )
             if hosts.is_leader:
-                logits = torch.cat([logits, later_logits])
+                logits = torch.cat([logits, *later_logits])
         if not hosts.is_leader:
             return {}
         logs = logits.float().log_softmax(dim=-1)

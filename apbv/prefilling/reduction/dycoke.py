@@ -12,8 +12,9 @@ What is different here:
 - Below a quarter not even the first frames fit. Then compared frames keep nothing, and the first
   frames are a video of their own, whose windows are four times as long; and so on.
 - The last window is a window, however short; the authors' code leaves some of its frames whole.
-- DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer
-  attends to, is left out: it saves no prefill.
+
+DyCoke's second stage, which leaves tokens out of decoding steps, is
+:mod:`apbv.runner.dynamic_pruning` (``decode_ratio``); by default this stage runs alone.
 """
 
 import torch

@@ -22,6 +22,7 @@ from ...input.prompts.model_inputs import ModelInputs
 from ...input.prompts.visual import VisualInput
 from ...model.families import family_of, hybrid_family
 from ...model.parts import ModelParts
+from ...runner.dynamic_pruning import DecodePruning
 from ...stats import StageTimer
 from ..encoding.vision import VisualRows, agree_on_chunks, all_rows, sharing_hosts, stored_rows
 from ..memory import HostMemory, Room
@@ -36,6 +37,8 @@ from .frames import (
     videos_of,
 )
 
+_WHOLE_LAYERS = 3  # of DyCoke's second stage (its L)
+
 
 def require_usable(
     config: ReduceConfig | None,
@@ -44,6 +47,7 @@ def require_usable(
     *,
     drafting: str | None = None,
     num_processes: int = 1,
+    tensor_parallel: int = 1,
 ) -> None:
     """Reject a reduction that a model, a prefix cache, a draft or the hosts do not allow.
 
@@ -51,6 +55,7 @@ def require_usable(
         model: the model's config.
         drafting: the drafting strategy; None: there is no draft.
         num_processes: the processes of all hosts.
+        tensor_parallel: T, the processes of each host.
 
     Raises:
         InvalidConfigError: they are incompatible; the message says why.
@@ -73,7 +78,30 @@ def require_usable(
         layer_reduction=None if config is None else config.layer_reduction,
         drafting=drafting,
         several_hosts=num_processes > 1,
+        decode_pruning=config is not None and config.prunes_decoding,
+        tensor_parallel=tensor_parallel > 1,
     )
+
+
+def decode_pruning(config: ReduceConfig | None, num_layers: int) -> DecodePruning | None:
+    """Return how decoding steps leave out visual tokens; None if they do not.
+
+    Args:
+        num_layers: the model's layers.
+
+    Raises:
+        InvalidConfigError: the model has too few layers.
+    """
+    if config is None or not config.prunes_decoding:
+        return None
+    assert config.decode_ratio is not None, "it prunes decoding"
+    layer = config.layer or min(_WHOLE_LAYERS, num_layers - 1)
+    if layer >= num_layers:
+        raise InvalidConfigError(
+            f"decode_ratio cannot leave tokens out after {layer} layers: the model has "
+            f"{num_layers}, and at least one must follow"
+        )
+    return DecodePruning(config.decode_ratio, layer)
 
 
 def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:

@@ -168,6 +168,7 @@ class ReducedModel:
         logits: ``[1, V]`` behind the prompt.
         cache: the keys and values of every layer, ``[1, Hkv, n_l, D]``.
         kept: which visual tokens, by number, the last layers have.
+        left_out: rows that no query sees.
     """
 
     model: object
@@ -175,6 +176,7 @@ class ReducedModel:
     logits: Tensor = field(init=False)
     cache: DynamicCache = field(default_factory=DynamicCache)
     kept: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
     states: tuple = ()  # of the latest layer: queries, keys and scale
 
     @contextmanager
@@ -188,6 +190,7 @@ class ReducedModel:
             values = value.repeat_interleave(group, dim=1)
             num_before = key.shape[2] - query.shape[2]
             visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(num_before)
+            visible[:, self.left_out] = False
             scores = query @ keys.transpose(-1, -2) * scaling
             weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
             return (weights @ values).transpose(1, 2).contiguous(), None
