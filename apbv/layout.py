@@ -4,6 +4,7 @@ It computes with integers only, without torch.
 A run of consecutive token positions is a ``range`` with step 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .errors import InvalidRequestError
@@ -35,6 +36,18 @@ def split_evenly(items: range, num_runs: int) -> list[range]:
     return runs
 
 
+def take(runs: Sequence[range], part: range) -> tuple[range, ...]:
+    """Return a part of several runs that follow one another, by places in all of them."""
+    taken = []
+    first = 0
+    for run in runs:
+        inside = intersect(range(first, first + len(run)), part)
+        if len(inside) > 0:
+            taken.append(run[inside.start - first : inside.stop - first])
+        first += len(run)
+    return tuple(taken)
+
+
 def intersect(a: range, b: range) -> range:
     """Return the common run of two runs; empty where they do not overlap."""
     start = max(a.start, b.start)
@@ -52,16 +65,18 @@ class ContextLayout:
 
     Attributes:
         num_hosts: H.
-        anchor: token positions of the anchor block, replicated on every host.
+        anchor: token positions of the anchor block, which every host sees.
         blocks: token positions of the context block of every virtual host.
         query: token positions of the query block, replicated on every host; ends at n.
         passing_len: l_p, the largest number of KV pairs that a block passes on, per layer and KV
             head.
-        anchor_copy: prompt tokens that every host computes once more, in front of its own, as the
+        anchor_copy: prompt tokens that are computed once more, in front of each host's own, as the
             anchor of all blocks but the first: the prefix, the question, and the start of the
             context. Nothing of it is kept. Empty where ``anchor`` is the anchor, which else is
             empty.
         early_passing_len: l_p in the first quarter of the layers, where it is more.
+        splits_anchor: whether each host computes a part of the anchor, or of its copy, whose keys
+            and values all hosts exchange in every layer; else every host computes all of it.
     """
 
     num_hosts: int
@@ -71,6 +86,7 @@ class ContextLayout:
     passing_len: int
     anchor_copy: tuple[range, ...] = ()
     early_passing_len: int = 0
+    splits_anchor: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -146,26 +162,41 @@ class ContextLayout:
 
     @property
     def anchor_len(self) -> int:
-        """l_a, the anchor tokens that every host computes."""
-        return sum(len(span) for span in self._computed_anchor)
+        """l_a, the tokens of the anchor, or of its copy."""
+        return sum(len(span) for span in self._seen_anchor)
 
     @property
-    def _computed_anchor(self) -> tuple[range, ...]:
-        """The tokens of the anchor that every host computes: the anchor, or its copy."""
+    def _seen_anchor(self) -> tuple[range, ...]:
+        """The tokens of the anchor that blocks see: the anchor, or its copy."""
         return self.anchor_copy or (self.anchor,)
+
+    def anchor_part(self, host: int) -> range:
+        """Return which part of the anchor, or of its copy, a host computes: places in 0 .. l_a."""
+        whole = range(self.anchor_len)
+        if self.splits_anchor:
+            return split_evenly(whole, self.num_hosts)[host]
+        return whole
+
+    @property
+    def longest_anchor_part(self) -> int:
+        """The places of the longest part of the anchor that a host computes."""
+        return len(self.anchor_part(0))
 
     def anchor_slice(self, host: int) -> range:
         """Return the slice of the anchor that a host attends the query to (App. B.2) and caches."""
         return split_evenly(self.anchor, self.num_hosts)[host]
 
     def local_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens that a host computes: anchor, its blocks, query.
+        """Return the tokens that a host computes: anchor, or its part of it, its blocks, query.
 
         They are in token order, but for a copy.
         """
         if not self.is_split:
             return (self.query,) if host == 0 else ()
-        return (*self._computed_anchor, *self.blocks_of(host), self.query)
+        anchor = self._seen_anchor
+        if self.splits_anchor:
+            anchor = take(anchor, self.anchor_part(host))
+        return (*anchor, *self.blocks_of(host), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
         """Return the tokens whose KV a host keeps, in token order.
@@ -182,18 +213,25 @@ class ContextLayout:
     def block_rows(self, host: int) -> tuple[range, ...]:
         """Return where the blocks of a host, and then the query, lie among its local tokens."""
         rows = []
-        start = self.anchor_len
+        start = len(self.anchor_part(host))
         for span in (*self.blocks_of(host), self.query):
             rows.append(range(start, start + len(span)))
             start += len(span)
         return tuple(rows)
+
+    def kept_anchor_rows(self, host: int) -> range:
+        """Return where the slice of the anchor that a host caches lies among its local tokens."""
+        kept = self.anchor_slice(host)
+        if self.splits_anchor:  # it computes no other anchor token
+            return range(len(kept))
+        return kept
 
     def cache_rows(self, host: int) -> tuple[range, ...]:
         """Return where the tokens of :meth:`cache_spans` lie among the local tokens, by span."""
         if not self.is_split:
             return self.cache_spans(host)
         *block_rows, query_rows = self.block_rows(host)
-        rows = (self.anchor_slice(host), *block_rows)
+        rows = (self.kept_anchor_rows(host), *block_rows)
         if host == 0:
             return (*rows, query_rows)
         return rows

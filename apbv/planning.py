@@ -26,6 +26,7 @@ from .model.loading.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encoding.vision import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, PrefillMethod, resolve_method
+from .prefilling.methods.anchor import share_anchor
 from .prefilling.reduction.pruning import require_usable
 from .speculate.strategies.table import STRATEGIES, prunes
 from .stats import free_memory_bytes
@@ -335,6 +336,9 @@ class _Planner:
         context = range(prompt.context.start, context_stop)
         layout = self.method.plan(
             self.num_hosts, num_left, context.start, context.stop, self.prefill
+        )
+        layout = share_anchor(
+            layout, self.method.facts, self.prefill, self.sizes, self.device, self.itemsize
         )
 
         # Estimate the memory of each host, and of a draft.

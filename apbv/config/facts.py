@@ -15,6 +15,8 @@ class MethodFacts:
         splits: whether the hosts share a prompt; if not, host 0 computes it alone.
         has_anchor: whether its anchor can have the question in it.
         has_passing: whether context blocks pass KV pairs on to other hosts.
+        shares_anchor: whether hosts compute parts of the anchor where that is faster; else all of
+            it, as its authors do.
         is_sparse: whether it is the selection of blocks of the same name, over the whole prompt.
         takes_sparse: whether it can attend sparsely, to selected blocks.
     """
@@ -23,13 +25,13 @@ class MethodFacts:
     splits: bool = True
     has_anchor: bool = False
     has_passing: bool = False
+    shares_anchor: bool = False
     is_sparse: bool = False
     takes_sparse: bool = True
 
 
 _SPARSE = MethodFacts(is_exact=True, splits=False, is_sparse=True)
 _EXACT_ON_ALL_HOSTS = MethodFacts(is_exact=True, takes_sparse=False)
-_BY_ANCHOR_AND_PASSING = MethodFacts(has_anchor=True, has_passing=True)
 
 METHOD_FACTS = {
     "full": MethodFacts(is_exact=True, splits=False),
@@ -39,8 +41,8 @@ METHOD_FACTS = {
     "zigzag_ring": _EXACT_ON_ALL_HOSTS,
     "ulysses": _EXACT_ON_ALL_HOSTS,
     "star": MethodFacts(),
-    "apb": _BY_ANCHOR_AND_PASSING,
-    "apbv": _BY_ANCHOR_AND_PASSING,
+    "apb": MethodFacts(has_anchor=True, has_passing=True),
+    "apbv": MethodFacts(has_anchor=True, has_passing=True, shares_anchor=True),
 }
 
 

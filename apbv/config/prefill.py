@@ -4,7 +4,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checks import Allowed, Checked, instance_of, integer, number, one_of, switch
+from .checks import Allowed, Checked, instance_of, integer, number, one_of, setting, switch
 from .facts import METHOD_FACTS, REDUCER_FACTS
 from .names import (
     BACKEND_NAMES,
@@ -159,6 +159,10 @@ class AblationConfig(Checked):
             gets the other embeddings of its tokens from the hosts that have them (Section 3.1;
             "V"). Off, every host reads and encodes everything, as one process does, and no
             embeddings are exchanged.
+        split_anchor: each host computes a part of the anchor, and the hosts exchange its keys and
+            values in every layer (this project's own). Off, every host computes all of the anchor,
+            as the authors' programs do. None: ``"apbv"`` decides by the rows saved
+            (:mod:`apbv.prefilling.methods.anchor`), the others do not.
         on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
             is exact, and to which every method degenerates without other hosts to share the work.
 
@@ -166,6 +170,9 @@ class AblationConfig(Checked):
         InvalidConfigError: a switch is not true or false.
     """
 
+    split_anchor: bool | None = setting(
+        None, "be true, false or None", lambda value: value is None or type(value) is bool, bool
+    )
     overlap: bool = switch(True)
     fused_query: bool = switch(True)
     zigzag: bool = switch(True)

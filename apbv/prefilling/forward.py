@@ -17,7 +17,6 @@ from ..kv.cache import ShardedCache
 from ..kv.export.prefilled import identify
 from ..kv.placement import PlacedKV, ShardedKV
 from ..model.attention import apbv_attention
-from ..model.families import DecoderSizes
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
@@ -30,6 +29,7 @@ from .encoding.vision import VisualRows, tower_rows
 from .language_model import run_language_model
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
+from .methods.anchor import share_anchor
 from .prefill_observer import PrefillObserver, SplitPrompt
 from .reduction import LAYER_REDUCERS, LayerReducer
 from .reduction.pruning import decode_pruning, reduce_prompt, require_reducible
@@ -125,8 +125,10 @@ def prefill(
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
-    with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        method = _plan(inputs, hosts, config, parts.sizes, observer)
+    with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
+        method = _plan(parts, inputs, hosts, config, observer)
+        # Decided by each host, from what the hosts have compared.
+        agreement.settings("the anchor", {"in parts": method.layout.splits_anchor})
         reducer = _layer_reducer(reduce, parts, inputs, method)
         pruning = decode_pruning(reduce, parts.sizes.layers)
         visual_tokens = range(0)
@@ -257,10 +259,10 @@ def _require_shared_out(inputs: ModelInputs, hosts: HostGroup, config: PrefillCo
 
 
 def _plan(
+    parts: ModelParts,
     inputs: ModelInputs,
     hosts: HostGroup,
     config: PrefillConfig,
-    sizes: DecoderSizes,
     observer: PrefillObserver | None,
 ) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
@@ -282,6 +284,10 @@ def _plan(
                 f"host 0 computes it {how}"
             )
         method_type = method_alone(config)
+    sizes = parts.sizes
+    layout = share_anchor(
+        layout, method_type.facts, config, sizes, parts.device, parts.dtype.itemsize
+    )
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
     if observer is not None and layout.is_split and not len(layout.query):
         raise InvalidConfigError(

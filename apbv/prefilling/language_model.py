@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device.copies import to_device
+from ..device.copies import numbers_in, to_device
 from ..input.prompts.model_inputs import ModelInputs
 from ..kv.cache import LayerGather, ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention
@@ -66,7 +66,10 @@ def run_language_model(
     # The input of the first layer.
     positions = inputs.position_ids[..., local]
     if layout.anchor_copy:
-        _move_copy(positions, inputs.position_ids, layout.anchor_copy)
+        copy_positions = inputs.position_ids[..., numbers_in(*layout.anchor_copy)]
+        _move_copy(copy_positions, inputs.position_ids, layout.anchor_copy)
+        part = layout.anchor_part(hosts.rank)
+        positions[..., : len(part)] = copy_positions[..., part.start : part.stop]
     rows = visual.merge_into(parts, inputs.input_ids[:, local], positions)
 
     # What happens around each layer.
@@ -133,8 +136,7 @@ def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> No
     other tokens keep their positions in the prompt.
 
     Args:
-        positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or
-            ``[1, S]``; changed.
+        positions: of the copy's tokens in the prompt, ``[3, 1, l_a]`` or ``[1, l_a]``; changed.
         prompt: of all tokens.
         copied: prefix, question and start of the context, as in
             :class:`~apbv.layout.ContextLayout`.

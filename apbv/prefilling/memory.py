@@ -225,7 +225,10 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
         return 0
     if len(layout.query) or len(layout.anchor):
         buffers = layout.num_hosts + 1  # all hosts', and its own
-        return len(layout.virtual_hosts(host)) * buffers * layout.early.max_passed * kv
+        rows = len(layout.virtual_hosts(host)) * buffers * layout.early.max_passed
+        if layout.splits_anchor:  # its parts, and all of it
+            rows += buffers * layout.longest_anchor_part + layout.anchor_len
+        return rows * kv
     num_rows = sum(map(len, layout.local_spans(host)))
     if layout.zigzag:  # a ring: what is attended to, what comes, and a partial result
         return num_rows * (2 * kv + query)
@@ -256,37 +259,48 @@ def _linear_attention(
     # The convolution's last inputs before this layer's last rows, and after them.
     always = num_rows * row + nothing + 2 * sizes.last_inputs * itemsize
 
-    # The runs for which the rule is computed.
+    # The runs for which the rule is computed: the anchor, or its copy, of which every host computes
+    # all; this host's own runs, and which of them begin without a state; and the query.
     *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
+    own = list(zip(layout.virtual_hosts(host), blocks, strict=True))
+    first = 0  # of all hosts' own runs, by number
+    num_runs = len(layout.blocks)
     copied = layout.anchor_len if layout.anchor_copy else 0
     anchor = 0 if layout.anchor_copy else layout.anchor_len
     if layout.num_hosts == 1:
-        blocks = []
+        own = []
         anchor = query.start - copied
-    own_maps = len(blocks) * block_map
-    maps = len(layout.blocks) * block_map if blocks else 0
+    elif layout.splits_anchor:
+        # The anchor's parts are numbered from -H on; where they are a copy's, block 0 begins, too.
+        own.insert(0, (host - layout.num_hosts, layout.anchor_part(host)))
+        first = -layout.num_hosts
+        num_runs += layout.num_hosts
+    begins = {first}
+    if copied:
+        begins.add(0)
+    if layout.splits_anchor:
+        copied = anchor = 0
+    own_maps = len(own) * block_map
+    maps = num_runs * block_map if own else 0
 
     # While maps are computed: the maps before, the state that this one begins with, and all values
     # with zeros.
     most = 0
-    if blocks:
+    if own:
         width = sizes.value_dim + sizes.key_dim
         joined = num_rows * sizes.value_heads * width * itemsize + 4 * sizes.key_dim**2
-        for number, block in enumerate(blocks):
-            most = max(most, joined + (number + 1) * block_map + _rule(sizes, len(block), width))
+        for place, (_, run) in enumerate(own):
+            most = max(most, joined + (place + 1) * block_map + _rule(sizes, len(run), width))
         # Then they are joined, to be sent to all, and there is room for all hosts'.
         most = max(most, joined + 2 * own_maps + maps)
 
     # The copy and the anchor are computed while maps are on their way.
     for num_copied in (copied, anchor):
         most = max(most, own_maps + maps + _rule(sizes, num_copied, sizes.value_dim))
-    # Then the runs begin with a state, unless they begin the prompt. One host has no blocks.
-    runs = [(len(layout.blocks), query)]
-    if blocks:
-        runs += zip(layout.virtual_hosts(host), blocks, strict=True)
-    for number, run in runs:
-        begins_prompt = number == 0 and not anchor
-        first_state = 0 if begins_prompt else state
+    # Then the runs begin with a state, unless they begin the prompt. One host has none of its own.
+    for number, run in [*own, (len(layout.blocks), query)]:
+        has_none = number in begins and not anchor
+        first_state = 0 if has_none else state
         most = max(most, maps + first_state + _rule(sizes, len(run), sizes.value_dim))
 
     # The norm: its input, and copies in fp32.

@@ -6,12 +6,15 @@ them, and each applies those of the blocks before its own to the state that the 
 all have. In that state a block begins; then the rule runs as in one process. The convolution takes
 a block's first inputs from the end of the block before.
 
+Where each host computes a part of the anchor, the parts are runs like the blocks, in front of them.
+
 An anchor's copy (APB) is a sequence of its own: it begins without a state, and its last state is
 dropped.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,27 +55,25 @@ class SplitLinearAttention:
             blocks = []
             query = range(layout.num_tokens)
 
-        # Where the parts of the prompt lie among this host's rows.
-        virtual_hosts = layout.virtual_hosts(hosts.rank)
-        self._blocks = dict(zip(virtual_hosts, blocks, strict=True))
+        # Where the parts of the prompt lie among this host's rows: runs that every host computes,
+        # and those of which each host computes its own.
         self._query = query
         self._copy = range(0)
-        self._anchor = range(layout.anchor_len)
-        if layout.anchor_copy:
-            self._copy = self._anchor
-            self._anchor = range(layout.anchor_len, layout.anchor_len)
+        self._anchor = range(len(layout.anchor_part(hosts.rank)))
+        self._own = list(blocks)
         if hosts.size == 1:  # what comes before the query is one run
-            self._blocks = {}
-            self._anchor = range(self._anchor.start, query.start)
-
-        # Of every block, in order, its host and its number among that host's.
-        self._places: list[tuple[int, int]] = []
-        if self._blocks:
-            place_of_block = {}
-            for host in range(hosts.size):
-                for number, block in enumerate(layout.virtual_hosts(host)):
-                    place_of_block[block] = (host, number)
-            self._places = [place_of_block[block] for block in range(len(layout.blocks))]
+            self._own = []
+            self._anchor = range(query.start)
+            if layout.anchor_copy:
+                self._copy = range(layout.anchor_len)
+                self._anchor = range(layout.anchor_len, query.start)
+        elif layout.splits_anchor:
+            self._own.insert(0, self._anchor)
+            self._anchor = range(0)
+        elif layout.anchor_copy:
+            self._copy = self._anchor
+            self._anchor = range(0)
+        self._chains = _chains(layout) if self._own else []
         self._last_inputs: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, mixed: Tensor, convolution: Convolution) -> Tensor:
@@ -90,14 +91,17 @@ class SplitLinearAttention:
         nothing = mixed.new_zeros(*mixed.shape[:2], width)
         runs = [(self._copy, nothing), (self._anchor, nothing)]
         before = _with_inputs(nothing, mixed, self._anchor)
-        if self._blocks:
-            ends = [_with_inputs(nothing, mixed, rows) for rows in self._blocks.values()]
+        if self._own:
+            ends = [_with_inputs(nothing, mixed, rows) for rows in self._own]
             ends_of_hosts = self._hosts.all_gather(torch.stack(ends)).wait()
-            for block, place in enumerate(self._places):
-                if block in self._blocks:
-                    runs.append((self._blocks[block], before))
-                end = ends_of_hosts[place]
-                count = min(width, len(self._layout.blocks[block]))
+        for chain in self._chains:
+            if len(self._chains) > 1:  # neither the copy nor the prompt follows anything
+                before = nothing
+            for link in chain:
+                if link.host == self._hosts.rank:
+                    runs.append((self._own[link.number], before))
+                end = ends_of_hosts[link.host, link.number]
+                count = min(width, link.length)
                 before = torch.cat([before, end[:, :, width - count :]], dim=2)[:, :, -width:]
         runs.append((self._query, before))
 
@@ -137,11 +141,15 @@ class SplitLinearAttention:
         run(self._copy, nothing)
         state = run(self._anchor, nothing)
         if exchange is not None:
-            maps = exchange.wait()  # [hosts, blocks of a host, 1, Hv, Dk, Dv + Dk]
-            for block, place in enumerate(self._places):
-                if block in self._blocks:
-                    run(self._blocks[block], state)
-                bias, transition = maps[place].split([value_dim, key_dim], dim=-1)
+            maps = exchange.wait()  # [hosts, runs of a host, 1, Hv, Dk, Dv + Dk]
+        for chain in self._chains:
+            if len(self._chains) > 1:
+                state = nothing
+            for link in chain:
+                if link.host == self._hosts.rank:
+                    run(self._own[link.number], state)
+                map_of_run = maps[link.host, link.number]
+                bias, transition = map_of_run.split([value_dim, key_dim], dim=-1)
                 state = transition @ state + bias
         state_after_query = run(self._query, state)
         last_state = state_after_query if self._keeps_query else state
@@ -151,21 +159,21 @@ class SplitLinearAttention:
     def _start_exchange(
         self, inputs: tuple[Tensor, ...], rule: Rule, nothing: Tensor
     ) -> Pending[Tensor] | None:
-        """Send the maps of this host's blocks to all hosts.
+        """Send the maps of this host's own runs to all hosts.
 
         A map is ``[1, Hv, Dk, Dv + Dk]``: bias and transition. Both are final states: one with the
         values and no state, one without values that began as the identity.
         """
-        if not self._blocks:
+        if not self._own:
             return None
         q, k, v, *gates = inputs
         key_dim = k.shape[3]
-        # The zeros, and the first state of every block, are freed as soon as they are copied: this
+        # The zeros, and the first state of every run, are freed as soon as they are copied: this
         # is where a hybrid's memory peaks.
         values = torch.cat([v, v.new_zeros(*v.shape[:3], key_dim)], dim=3)
         identity = torch.eye(key_dim, device=v.device).expand(*nothing.shape[:3], -1)
         maps = []
-        for rows in self._blocks.values():
+        for rows in self._own:
             maps.append(
                 _run(
                     (q, k, values, *gates),
@@ -176,6 +184,42 @@ class SplitLinearAttention:
                 )
             )
         return self._hosts.all_gather(torch.stack(maps))
+
+
+class _Link(NamedTuple):
+    """A run of tokens that one host computes.
+
+    Attributes:
+        host: the host.
+        number: which of its runs it is.
+        length: its tokens.
+    """
+
+    host: int
+    number: int
+    length: int
+
+
+def _chains(layout: ContextLayout) -> list[list[_Link]]:
+    """Return the runs of which each host computes its own, as they follow one another.
+
+    The prompt's are the blocks, and before them the parts of the anchor where it is split. The
+    parts of a copy come first, as a chain of their own.
+    """
+    parts = []
+    num_parts = 0  # of the anchor, on each host
+    if layout.splits_anchor:
+        num_parts = 1
+        for host in range(layout.num_hosts):
+            parts.append(_Link(host, 0, len(layout.anchor_part(host))))
+    link_of_block = {}
+    for host in range(layout.num_hosts):
+        for number, block in enumerate(layout.virtual_hosts(host), start=num_parts):
+            link_of_block[block] = _Link(host, number, len(layout.blocks[block]))
+    blocks = [link_of_block[block] for block in range(len(layout.blocks))]
+    if layout.anchor_copy and parts:
+        return [parts, blocks]
+    return [parts + blocks]
 
 
 def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> None:

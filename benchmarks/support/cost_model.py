@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+
 from apbv import PrefillConfig
 from apbv.errors import InvalidRequestError
 from apbv.layout import ContextLayout, intersect, split_evenly
 from apbv.model.families import RULE_CHUNK, DecoderSizes, family_of
 from apbv.prefilling import methods
+from apbv.prefilling.methods.anchor import share_anchor
 
 # "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is
 # one block that attends to itself.
@@ -301,7 +304,7 @@ def cost_of_prompt(
     config: PrefillConfig,
     density: float = 1.0,
 ) -> tuple[ContextLayout, list[HostCost]]:
-    """Return the layout of a prefill, and its cost on every host.
+    """Return the layout of a prefill on GPUs, and its cost on every host.
 
     Args:
         prompt: n, where the context and the question start, and the video.
@@ -324,8 +327,10 @@ def cost_of_prompt(
         video = replace(video, tokens=range(start, start + num_left), frame_tokens=frame_tokens)
         num_tokens -= num_pruned
         stop -= num_pruned
-    plan = methods.METHODS[config.method].plan
-    layout = plan(hosts, num_tokens, start, stop, config)
+    method = methods.METHODS[config.method]
+    layout = method.plan(hosts, num_tokens, start, stop, config)
+    device = torch.device("cuda")
+    layout = share_anchor(layout, method.facts, config, shape, device, shape.bytes_per_number)
     return layout, cost(shape, config.method, layout, video=video, density=density)
 
 
@@ -345,6 +350,8 @@ def _host_cost(
     flops["linear"] = 2 * rows * shape.rule_macs(is_map=False)
     if layout.num_hosts > 1:
         mapped_rows = _total_len(layout.blocks_of(host))
+        if layout.splits_anchor:
+            mapped_rows += len(layout.anchor_part(host))
         flops["linear"] += 2 * mapped_rows * shape.rule_macs(is_map=True)
 
     # Attention, and the scoring of pairs to pass on.
@@ -414,11 +421,12 @@ def _passing_pairs(
         blocks: the host's blocks, by number.
     """
     anchor = layout.anchor_len
+    part = layout.anchor_part(host)
     query = len(layout.query)
     last = len(layout.blocks) - 1
     pairs = {
         "block_to_self": 0,
-        "anchor": causal_pairs(anchor),
+        "anchor": causal_pairs(part.stop) - causal_pairs(part.start),
         "block_to_anchor": 0,
         "block_to_passing": 0,
         "query": 0,
@@ -478,6 +486,9 @@ def _received(
             num_passed += layer_layout.max_passed * num_layers
         layer_kv_bytes = shape.kv_bytes // layers
         received["passing"] = layer_kv_bytes * num_others * len(blocks) * num_passed
+        if layout.splits_anchor:
+            part_bytes = layer_kv_bytes * layout.longest_anchor_part
+            received["anchor"] = layers * num_others * part_bytes
         # A row's output and its log-sum-exp.
         row_bytes = shape.heads * (shape.head_dim * number_bytes + max(4, number_bytes))
         received["query_merge"] = layers * num_others * len(layout.query) * row_bytes
@@ -487,7 +498,10 @@ def _received(
     if linear is not None:
         input_bytes = linear.last_inputs * number_bytes
         if len(blocks) > 0:
-            layer_bytes = num_others * len(blocks) * (4 * linear.block_map + input_bytes)
+            num_runs = len(blocks)
+            if layout.splits_anchor:
+                num_runs += 1
+            layer_bytes = num_others * num_runs * (4 * linear.block_map + input_bytes)
         elif host > 0:
             layer_bytes = 4 * linear.state + input_bytes
         else:

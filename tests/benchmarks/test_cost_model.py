@@ -96,6 +96,9 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
         (3, {}, torch.bfloat16),
         (3, {"method": "star"}, torch.float32),
         (3, {"early_passing_len": 7}, torch.float32),
+        (3, {"split_anchor": True}, torch.float32),
+        (3, {"split_anchor": True, "method": "apb"}, torch.float32),
+        (3, {"split_anchor": True, "method": "star"}, torch.float32),
         (3, {"anchor_len": 139}, torch.float32),  # a context too short for blocks
     ],
     ids=str,

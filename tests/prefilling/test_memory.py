@@ -275,6 +275,7 @@ VARIANTS = [
     {"method": "full"},
     {"method": "apbv"},
     {"method": "apbv", "fused_query": False},
+    {"method": "apbv", "split_anchor": True},
     {"method": "apbv", "anchor_query": True, "zigzag": False},
     {"method": "apb"},
     {"method": "star"},

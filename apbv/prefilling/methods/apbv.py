@@ -7,6 +7,7 @@ copy of prefix, question and start of the context, as in APB, which is dropped a
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...config import METHOD_FACTS, PrefillConfig
@@ -62,7 +63,9 @@ class ApbvMethod(PrefillMethod):
         config = self.config
         self.separate_query = not config.ablation.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
-        self._anchor = range(layout.anchor_len)
+        # The places of the anchor that this host computes, and all of its rows here.
+        self._anchor_part = layout.anchor_part(hosts.rank)
+        self._anchor = range(len(self._anchor_part))
         # The rows of each virtual host's block on this host.
         *rows_of_blocks, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, rows_of_blocks, strict=True))
@@ -109,14 +112,16 @@ class ApbvMethod(PrefillMethod):
         out = empty_output(q)
         # Every transfer starts as soon as its data exists, and is waited for only when it is needed
         # (Figure 5).
+        anchor = self._start_anchor(states)
         seen: dict[int, PartialAttention] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
-        query_out = self._start_query(states, seen, _rows(out, self._query))
-        if self.blocks is None:
+        query_out = self._start_query(states, anchor, seen, _rows(out, self._query))
+        if self.blocks is None and not self.layout.splits_anchor:
             self._attend_densely(states, sent, out)
         else:
-            self._attend_sparsely(states, sent, out)
+            self._attend_in_parts(states, anchor, sent, out)
         # Even for unneeded data: its buffers must not be freed while they are written.
+        anchor.wait()
         for exchange in sent:
             if exchange is not None:
                 exchange.wait()
@@ -145,28 +150,44 @@ class ApbvMethod(PrefillMethod):
                 out=_rows(out, rows),
             )
 
-    def _attend_sparsely(self, states: LayerQKV, sent: list[Pending | None], out: Tensor) -> None:
-        """Attend densely to anchor and passing blocks, and block-sparsely within each block."""
-        self.attend(
-            _rows(states.q, self._anchor),
-            [states.pair(self._anchor)],
-            states.scale,
-            causal_last=True,
-            out=_rows(out, self._anchor),
-        )
+    def _attend_in_parts(
+        self,
+        states: LayerQKV,
+        anchor: Pending[Segment],
+        sent: list[Pending | None],
+        out: Tensor,
+    ) -> None:
+        """Attend to anchor and passing blocks, and apart from that within each block.
+
+        Within a block attention may be sparse. What of the anchor this host computes comes last,
+        when the other parts have arrived in any case.
+        """
         for block, rows in self._blocks.items():
             # With Star Attention host 0's block is the anchor.
             if not len(rows):
                 continue
             q = _rows(states.q, rows)
-            # Selected blocks are computed during the transfer of the passing block.
+            # Computed during the transfers.
             within_block = self.attend_within(q, states.pair(rows), states.scale)
+            segments = self._passing_segments(block, sent)
             # A block that begins the prompt sees no copy of its start.
-            sees_anchor = block > 0 or not self.layout.anchor_copy
-            anchor = self._anchor if sees_anchor else range(0)
-            segments = [states.pair(anchor), *self._passing_segments(block, sent)]
-            before_block = self.attend(q, segments, states.scale, causal_last=False)
-            self.merge([within_block, before_block], _rows(out, rows))
+            if block > 0 or not self.layout.anchor_copy:
+                segments.insert(0, anchor.wait())
+            if segments:
+                before_block = self.attend(q, segments, states.scale, causal_last=False)
+                self.merge([within_block, before_block], _rows(out, rows))
+            else:
+                within_out, _ = within_block
+                _rows(out, rows).copy_(within_out)
+
+        segments = [states.pair(self._anchor)]
+        before = range(self._anchor_part.start)
+        if len(before) > 0:
+            k, v = anchor.wait()
+            segments.insert(0, (_rows(k, before), _rows(v, before)))
+        q = _rows(states.q, self._anchor)
+        out_anchor = _rows(out, self._anchor)
+        self.attend(q, segments, states.scale, causal_last=True, out=out_anchor)
 
     def _attend_first(
         self, block: int, states: LayerQKV, sent: list[Pending | None], out: Tensor
@@ -202,6 +223,33 @@ class ApbvMethod(PrefillMethod):
                 num_anchor_queries=len(self._anchor),
                 out=_rows(out, rows),
             )
+
+    def _start_anchor(self, states: LayerQKV) -> Pending[Segment]:
+        """Start to send this host's part of the anchor to all hosts.
+
+        Returns:
+            The keys and values of the whole anchor, ``[B, Hkv, l_a, D]`` each.
+        """
+        k, v = states.pair(self._anchor)
+        if not self.layout.splits_anchor:
+            return Pending(lambda: (k, v))
+        layout = self.layout
+        # A shorter part does not fill its buffer.
+        buffer = k.new_empty(2, *k.shape[:2], layout.longest_anchor_part, k.shape[3])
+        buffer[0, :, :, : k.shape[2]] = k
+        buffer[1, :, :, : k.shape[2]] = v
+        lengths = [len(layout.anchor_part(host)) for host in range(layout.num_hosts)]
+
+        def joined(received: Tensor) -> Segment:
+            # [H, 2, B, Hkv, longest part, D] to [2, B, Hkv, l_a, D]
+            parts = [part[..., :length, :] for part, length in zip(received, lengths, strict=True)]
+            whole_k, whole_v = torch.cat(parts, dim=-2)
+            return whole_k, whole_v
+
+        exchange = self.hosts.all_gather(buffer).then(joined)
+        if not self.config.ablation.overlap:
+            exchange.wait()
+        return exchange
 
     def _start_passing(
         self, block: int, states: LayerQKV, seen: dict[int, PartialAttention]
@@ -293,13 +341,18 @@ class ApbvMethod(PrefillMethod):
         return segments
 
     def _start_query(
-        self, states: LayerQKV, seen: dict[int, PartialAttention], out: Tensor
+        self,
+        states: LayerQKV,
+        anchor: Pending[Segment],
+        seen: dict[int, PartialAttention],
+        out: Tensor,
     ) -> Pending[Tensor]:
         """Start the query's attention to this host's tokens, merged over hosts.
 
         These are Eq. 5 and Appendix B.2.
 
         Args:
+            anchor: the keys and values of the anchor.
             seen: the query's attention to blocks of this host, where ranking has computed it.
             out: ``[1, Hq, n_q, D]``.
 
@@ -310,13 +363,13 @@ class ApbvMethod(PrefillMethod):
         scale = states.scale
         if self.separate_query:
             # Here the query only ranks KV pairs; it sees the whole context in a later forward pass.
-            segments = [states.pair(rows) for rows in (self._anchor, self._query)]
+            segments = [anchor.wait(), states.pair(self._query)]
             self.attend(q_query, segments, scale, causal_last=True, out=out)
             return Pending(lambda: out)
         # The rows to which ranking has not attended: a slice of the anchor, other blocks, and on
         # the host that owns it the query itself.
         owns_query = self.hosts.rank == 0
-        unseen = [self.layout.anchor_slice(self.hosts.rank)]
+        unseen = [self.layout.kept_anchor_rows(self.hosts.rank)]
         for block, rows in self._blocks.items():
             if block not in seen:
                 unseen.append(rows)
