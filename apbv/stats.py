@@ -245,7 +245,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    highest = _kernels_figure("VmHWM", of="self/status")
+    highest = kernels_figure("VmHWM", of="self/status")
     if highest is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return highest
@@ -265,7 +265,7 @@ def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
         return free + cached
     free = free_host_memory_bytes()
     if swaps:
-        free += _kernels_figure("SwapFree") or 0
+        free += kernels_figure("SwapFree") or 0
     return free
 
 
@@ -274,14 +274,14 @@ def free_host_memory_bytes() -> int:
 
     The kernel tells this number.
     """
-    free = _kernels_figure("MemAvailable")
+    free = kernels_figure("MemAvailable")
     if free is None:
         # Another system: half of its memory.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return free
 
 
-def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
+def kernels_figure(name: str, of: str = "meminfo") -> int | None:
     """Return a value from Linux' memory statistics, in bytes; None on other systems."""
     with suppress(OSError), open(f"/proc/{of}") as file:
         for line in file:

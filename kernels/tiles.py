@@ -60,7 +60,7 @@ def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.devi
     uses = (use,) if use in ("few", "importance") else (use, "few")
     gpus = ("float32",) if element_size == 4 else gpu_of(device)
     for gpu, use_or_few in product(gpus, uses):
-        entries = _table().get(gpu, {}).get(use_or_few, ())
+        entries = tile_table().get(gpu, {}).get(use_or_few, ())
         for most_dim, most_rows, most_tile_rows, keys, num_warps, num_stages in entries:
             if dim <= most_dim and (most_rows is None or rows <= most_rows):
                 return Tile(min(rows, most_tile_rows), keys, dim, num_warps, num_stages)
@@ -68,7 +68,8 @@ def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.devi
 
 
 @cache
-def _table() -> dict[str, dict[str, list[list]]]:
+def tile_table() -> dict[str, dict[str, list[list]]]:
+    """Return the measured tiles in :data:`TABLE`, by GPU and use."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 

@@ -105,7 +105,7 @@ def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
     cost_of_copies = 4 * num_copied * k.shape[1]
     cost_of_merge = 2 * queries * q.shape[1]
     if cost_of_copies < cost_of_merge:
-        return [_joined(segments)]
+        return [joined(segments)]
     return segments
 
 
@@ -150,7 +150,7 @@ def attend_segments(
             continue
         seen = [segment for segment in group if segment[0].shape[2] > 0]
         if _is_worth_joining(seen, rows):
-            seen = [_joined(seen)]
+            seen = [joined(seen)]
         for seen_k, seen_v in seen:
             partials.append(_attend_all(rows, seen_k, seen_v, scale, attend))
 
@@ -251,7 +251,7 @@ def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
     return num_key_rows < num_query_rows
 
 
-def _joined(segments: list[Segment]) -> Segment:
+def joined(segments: list[Segment]) -> Segment:
     """Copy segments to one."""
     k = torch.cat([k for k, _ in segments], dim=2)
     v = torch.cat([v for _, v in segments], dim=2)

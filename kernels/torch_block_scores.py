@@ -8,7 +8,7 @@ from .strides import cdiv
 
 # Maximum scores of groups in memory at a time, and maximum numbers of widened rows.
 _MOST_SCORES = 2**22
-_MOST_NUMBERS = 2**20
+MOST_NUMBERS = 2**20
 
 
 def antidiagonal_scores(
@@ -34,7 +34,7 @@ def antidiagonal_scores(
     # How many blocks of queries fit into memory at a time, with their scores.
     groups_of_all_heads = batch * heads * groups_per_block
     blocks_by_scores = _MOST_SCORES // max(1, groups_of_all_heads * num_groups)
-    blocks_by_numbers = _MOST_NUMBERS // max(1, groups_of_all_heads * stride * dim)
+    blocks_by_numbers = MOST_NUMBERS // max(1, groups_of_all_heads * stride * dim)
     groups_at_once = max(1, min(blocks_by_scores, blocks_by_numbers)) * groups_per_block
     for first in range(0, num_groups, groups_at_once):
         last = min(first + groups_at_once, num_groups)
@@ -73,7 +73,7 @@ def block_means(
     """Compute what :func:`apbv.kernels.block_means` does, some blocks at a time."""
     batch, heads, _, dim = states.shape
     numbers_of_block = batch * heads * block * dim
-    blocks_at_once = max(1, _MOST_NUMBERS // max(1, numbers_of_block))
+    blocks_at_once = max(1, MOST_NUMBERS // max(1, numbers_of_block))
     means = []
     similarities = []
     for part in states.split(blocks_at_once * block, dim=2):

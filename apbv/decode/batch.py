@@ -129,6 +129,9 @@ class Batch:
     Args:
         parts: the model.
 
+    Attributes:
+        runs_ahead: whether a step is queued before the last one's tokens are known on the CPU.
+
     Raises:
         InvalidConfigError: answers of this model cannot be batched; see
             :func:`model_batching_obstacle`.
@@ -143,10 +146,10 @@ class Batch:
         self._runner = BatchRunner(parts)
         self._members: list[Member] = []
         self._queued: QueuedStep | None = None
-        self._runs_ahead = parts.device.type == "cuda"
+        self.runs_ahead = parts.device.type == "cuda"
         # The few small kernels of a step take precedence over a prefill's waiting kernels.
         self._stream = (
-            side_stream(parts.device, "decoding", priority=-1) if self._runs_ahead else None
+            side_stream(parts.device, "decoding", priority=-1) if self.runs_ahead else None
         )
 
     def __len__(self) -> int:
@@ -248,7 +251,7 @@ class Batch:
         arriving = _start_reading(step.choice)
         # If queueing raises, the step stays in place, and its tokens are read again.
         following = None
-        if self._runs_ahead and self._may_run_ahead():
+        if self.runs_ahead and self._may_run_ahead():
             following = self._queue_step(step)
         self._queued = following
         return step.members, arriving

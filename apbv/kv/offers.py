@@ -37,11 +37,11 @@ OnEnd = Callable[[str, str, int], None]
 
 _logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 60.0  # timeout for a reader that takes nothing
-_REQUEST_SECONDS = 10.0  # for a request to arrive
+IDLE_SECONDS = 60.0  # timeout for a reader that takes nothing
+REQUEST_SECONDS = 10.0  # for a request to arrive
 _NOTIFYING_SECONDS = 5.0  # timeout for notifying another host that an offer has ended
 # Time for a current reader to be notified, between two layers, that an offer has ended.
-_GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.0
 _REMEMBERED = 1024  # ended offers whose ending is known
 # How an offer ends, and the reason that later fetches get.
 ENDINGS = {
@@ -143,7 +143,7 @@ class Offers(AbstractContextManager):
                 failure = f"cannot listen on {host}:{port} for consumers of KV"
                 with raised_as(InvalidConfigError, failure, OSError, OverflowError, UnicodeError):
                     reachable_host = advertised or reachable_address(host)
-                    listener = Listener((host, port), self._serve, _IDLE_SECONDS)
+                    listener = Listener((host, port), self._serve, IDLE_SECONDS)
                 undo.callback(listener.close)  # if another process cannot listen
             undo.pop_all()
         self._listener = listener
@@ -211,7 +211,7 @@ class Offers(AbstractContextManager):
             if offer.how is not None:
                 return
             offer.how = how
-            offer.lives_until = time.monotonic() + _GRACE_SECONDS
+            offer.lives_until = time.monotonic() + GRACE_SECONDS
             self._past[offer.transfer] = self._offers.pop(offer.transfer)
             if len(self._past) > _REMEMBERED:
                 self._past.popitem(last=False)
@@ -275,7 +275,7 @@ class Offers(AbstractContextManager):
     def _serve(self, connection: socket.socket, trust: Callable[[], None]) -> None:
         """Answer a connection's request."""
         try:
-            request = read_message(connection, _REQUEST_SECONDS)
+            request = read_message(connection, REQUEST_SECONDS)
             action = self._actions.get(str(request.get("do")))
             if action is None:
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")

@@ -167,7 +167,7 @@ def prefill(
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, shards, states = _forward(
+        logits, shards, states = run_prompt(
             parts, inputs, visual, method, observer, reducer, stop, decode_host
         )
     if reducer is not None:
@@ -313,7 +313,7 @@ def _layer_reducer(
     return LAYER_REDUCERS[reduce.layer_reduction](reduce, parts, inputs)
 
 
-def _forward(
+def run_prompt(
     parts: ModelParts,
     inputs: ModelInputs,
     visual: PlaceholderRows,

@@ -6,6 +6,7 @@ import torch
 from apbv import DecodeConfig, HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import generate_tokens
 from apbv.errors import ModelOutputError
+from apbv.model.parts import inspect_model
 from apbv.runner.decoder import Decoder
 
 from apbv_tests.answers import answer_by, decoder_behind
@@ -35,7 +36,12 @@ def decoded(
     happened = []
     advance = decoder.advance
     decoder.runs_ahead = ahead
-    decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
+
+    def noted(tokens) -> torch.Tensor:
+        happened.append("step")
+        return advance(tokens)
+
+    decoder.advance = noted
     tokens = generate_tokens(
         answer_by(decoder, state, sampling, end, lambda token: happened.append("token"))
     )
@@ -83,8 +89,9 @@ def test_logits_that_are_not_finite_end_it(sampling, broken_at):
 
 
 def test_only_a_process_that_runs_the_model_alone_runs_ahead(monkeypatch):
-    state, shared = prefilled(), prefilled("sharded")
-    parts = decoder_behind(state, build("llama", torch.float32))._runner._parts
+    state = prefilled()
+    shared = prefilled("sharded")
+    parts = inspect_model(build("llama", torch.float32))
     assert not Decoder(parts, state.kv, 0).runs_ahead  # on a CPU nothing would be gained
     monkeypatch.setitem(vars(parts), "device", torch.device("cuda"))
     monkeypatch.setitem(vars(parts), "decode", DecodeConfig(cuda_graphs="off"))

@@ -90,13 +90,8 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
         for _ in range(wait):
             batch.step()
         state = prefilled(family, number)
-        members.append(
-            batch.join(
-                begin_answer(
-                    parts, state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number))
-                )
-            )
-        )
+        request = asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number))
+        members.append(batch.join(begin_answer(parts, state, request)))
     run(batch)
     for number, member in enumerate(members):
         expected = alone(prefilled(family, number), parts)
@@ -119,7 +114,7 @@ def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
     batch = Batch(parts)
     members = []
     left = {}
-    batch._runs_ahead = is_ahead
+    batch.runs_ahead = is_ahead
     while len(batch) or len(members) < len(samplings):
         if len(members) < len(samplings) and chance.random() < 0.5:
             state = prefilled("llama", len(members))
@@ -138,8 +133,12 @@ def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
         assert member.error is None
         expected = alone(prefilled("llama", number), parts, samplings[number])[: stops[number]]
         assert member.tokens == expected[: left.get(number, STEPS)], number
-        is_cut = len(member.tokens) == samplings[number].max_new_tokens
-        assert member.finish_reason == (None if number in left else "length" if is_cut else "stop")
+        if number in left:
+            assert member.finish_reason is None
+        elif len(member.tokens) == samplings[number].max_new_tokens:
+            assert member.finish_reason == "length"
+        else:
+            assert member.finish_reason == "stop"
 
 
 def test_first_tokens_come_before_anybody_is_decoded_further():
@@ -162,7 +161,7 @@ def test_a_step_whose_members_have_all_ended_is_forgotten():
     """It was given ahead; nobody waits for its tokens."""
     state = prefilled()
     batch = Batch(parts_of())
-    batch._runs_ahead = True
+    batch.runs_ahead = True
     ends = batch.join(
         begin_answer(parts_of(), state, asked(state, stop=lambda tokens: len(tokens) == 2))
     )

@@ -32,7 +32,10 @@ DRAFTING = {"strategy": "vanilla", "draft_model": "demo", "keep_losing_draft": T
 
 
 def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
-    speculate = None if WAYS[way] is None else SpeculativeConfig(**{**DRAFTING, **WAYS[way]})
+    speculate = None
+    if WAYS[way] is not None:
+        settings = {**DRAFTING, **WAYS[way]}
+        speculate = SpeculativeConfig(**settings)
     prefill = PrefillConfig(kv=kv)
     return Engine.from_pretrained(
         "demo", hosts=hosts, prefill=prefill, speculate=speculate, dtype="float32"
@@ -66,9 +69,8 @@ def test_every_way_heeds_end_tokens_alike(plain, way):
         options = {"min_tokens": fewest, "ignore_eos": ignores}
         expected = asked(plain, **options)
         found = asked(engine, **options)
-        assert (
-            found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
-        )
+        assert found.token_ids == expected.token_ids
+        assert found.finish_reason == expected.finish_reason
         assert len(found.token_ids) >= (MOST if ignores else fewest)
         assert not ends & set(found.token_ids[:fewest])
     # None is drawn too early.
@@ -131,7 +133,9 @@ def ended_early_job(hosts: HostGroup, fails: bool) -> list[str]:
 
         def stop(tokens, number_asked=number_asked):
             is_now = not tokens and next(number_asked) == len(raised)
-            return 1 / 0 if is_now and fails else is_now
+            if is_now and fails:
+                raise ZeroDivisionError
+            return is_now
 
         try:
             answer = engine.generate(QUESTION, **VIDEO, max_new_tokens=3, stop=stop)

@@ -19,7 +19,12 @@ def certain_text(
     for count in range(1, len(pieces) + 2):
         is_last = count > len(pieces) or count - 1 == stop_token
         data = b"".join(pieces[: count - 1 if is_last else count]).decode(errors="replace")
-        new = data.rstrip("\ufffd") if is_last else text if data.endswith("\ufffd") else data
+        if is_last:
+            new = data.rstrip("\ufffd")
+        elif data.endswith("\ufffd"):
+            new = text  # no letter is whole yet
+        else:
+            new = data
         for end in range(len(text) + 1, len(new) + 1):
             complete = [string for string in stop if new[:end].endswith(string)]
             if complete and (count - is_last) > least:

@@ -115,13 +115,17 @@ def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
 def test_a_part_of_the_decoder_that_is_no_longer_recognized_is_a_fault(monkeypatch):
     text, _ = answers.fused_kernels(ALONE)
     assert text == "norms, MLPs, rotary positions: recognized"
+    # The fault: transformers' function has another name.
     monkeypatch.setattr("apbv.model.fused._ROTARY", "renamed")
     with pytest.raises(CheckFailed, match=r"transformers .*: rotary positions are not recognized"):
         answers.fused_kernels(ALONE)
 
 
-def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
-    monkeypatch.setattr(machine, "_ask", lambda *command: "NVIDIA H100 80GB HBM3, 570.86.15\n")
+def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 570.86.15'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(CheckFailed, match="nvidia-smi sees 1 GPU"):
@@ -129,7 +133,7 @@ def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(CheckSkipped, match="CUDA_VISIBLE_DEVICES hides GPUs"):
         machine.cuda()
-    monkeypatch.setattr(machine, "_ask", lambda *command: None)
+    tool.unlink()
     with pytest.raises(CheckSkipped, match="no GPU is visible"):
         machine.cuda()
 

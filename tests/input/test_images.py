@@ -69,8 +69,8 @@ def test_what_is_transparent_lies_on_white(tmp_path):
     black = Image.new("RGB", opaque.size)
     black.paste(opaque, mask=shape)
     black.putalpha(shape)
-    for name in ("a.png", "a.webp", "a.tiff"):
-        black.save(tmp_path / name, **({"lossless": True} if name == "a.webp" else {}))
+    for name, options in (("a.png", {}), ("a.webp", {"lossless": True}), ("a.tiff", {})):
+        black.save(tmp_path / name, **options)
         shown = np.asarray(Picture.of(tmp_path / name).load())
         assert np.abs(shown.astype(int) - np.asarray(expected)).max() <= 1
     indexed = Image.new("P", (2, 1))

@@ -2,6 +2,7 @@
 input."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -57,11 +58,12 @@ def shown(kind: str, count: int = 1) -> list[dict]:
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
     """The processor on the whole video, told in milliseconds."""
-    fps, total = (
-        (info.fps, info.num_frames)
-        if info.has_constant_rate
-        else (1000, round(info.duration * 1000))
-    )
+    if info.has_constant_rate:
+        fps = info.fps
+        total = info.num_frames
+    else:
+        fps = 1000
+        total = round(info.duration * 1000)
     metadata = VideoMetadata(
         total_num_frames=total,
         fps=fps,
@@ -99,11 +101,9 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
     for piece in pieces:
         assert torch.equal(piece.input_ids, reference.input_ids)
         assert torch.equal(piece.position_ids, reference.position_ids)
-        assert (piece.context_start, piece.query_start) == (
-            reference.context_start,
-            reference.query_start,
-        )
-    rows = [row for piece in pieces[0].visual.pieces for row in piece]
+        assert piece.context_start == reference.context_start
+        assert piece.query_start == reference.query_start
+    rows = list(chain.from_iterable(pieces[0].visual.pieces))
     assert rows == list(range(reference.num_visual_tokens))
 
     assert_encoded_alike(
@@ -177,10 +177,8 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
     parts = inspect_model(families.build_model("qwen2_vl"))
     video = families.synthetic_video(4, 56, 56)
     metadata = VideoMetadata(total_num_frames=4, fps=4.0, frames_indices=list(range(4)))
-    one, two = (
-        by_processor(processor, shown("video", count), [(video, metadata)] * count)
-        for count in (1, 2)
-    )
+    one = by_processor(processor, shown("video"), [(video, metadata)])
+    two = by_processor(processor, shown("video", 2), [(video, metadata)] * 2)
     image = by_processor(processor, shown("image"), images=[families.synthetic_image()])
     pixels = ("pixel_values_videos", "video_grid_thw")
     for batch, message in [
@@ -204,10 +202,12 @@ def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
     processor = families.build_processor("qwen2_5_vl")
     parts = inspect_model(families.build_model("qwen2_5_vl"))
     decoded = []
-    monkeypatch.setattr(
-        "apbv.input.prompts.pixels.iter_frames",
-        lambda video, frames, *rest: decoded.append(frames) or iter_frames(video, frames, *rest),
-    )
+
+    def noted(video, frames, *rest):
+        decoded.append(frames)
+        return iter_frames(video, frames, *rest)
+
+    monkeypatch.setattr("apbv.input.prompts.pixels.iter_frames", noted)
     for rank in range(3):
         inputs, pixels = read_video(parts, processor, QUESTION, info, range(20), one_of(rank, 3))
         assert list(pixels.chunks(inputs.visual.chunks(rank, 2**30)))

@@ -99,15 +99,16 @@ FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
 
 
 FRAMES = {"mp4 edit list": 25, "mp4 edit lists": 45}
-FILES = KINDS | {
-    name: (
-        make,
-        np.array(VFR) / 1000 - VFR[0] / 1000
-        if "variable" in name
-        else constant(FRAMES.get(name, 50)),
-    )
-    for name, make in CLIPS.items()
-}
+
+
+def times_of(name: str) -> np.ndarray:
+    """When the frames of a clip are shown, in seconds."""
+    if "variable" in name:
+        return np.array(VFR) / 1000 - VFR[0] / 1000
+    return constant(FRAMES.get(name, 50))
+
+
+FILES = KINDS | {name: (make, times_of(name)) for name, make in CLIPS.items()}
 
 
 def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
@@ -135,10 +136,8 @@ def test_frames_are_those_of_the_whole_file(tmp_path, kind):
     if times is not None:
         assert info.timestamps == pytest.approx(times, abs=1e-6 if kind in CLIPS else 0.0011)
     if kind in CLIPS:
-        assert (
-            info.fps == pytest.approx((len(times) - 1) / times[-1], abs=1e-4)
-            and info.timestamps[0] == 0
-        )
+        assert info.fps == pytest.approx((len(times) - 1) / times[-1], abs=1e-4)
+        assert info.timestamps[0] == 0
         assert "variable" in kind or info.duration == pytest.approx(len(times) / info.fps)
     assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
     places = np.random.default_rng(0).permutation(info.num_frames)[:25].tolist()
@@ -302,7 +301,8 @@ def test_a_cover_is_no_video(tmp_path):
         frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(
             format="yuvj420p"
         )
-        frame.pts, frame.time_base = 0, Fraction(1, 25)
+        frame.pts = 0
+        frame.time_base = Fraction(1, 25)
         for packet in [*cover.encode(frame), *cover.encode()]:
             out.mux(packet)
         samples = av.AudioFrame.from_ndarray(tune(0, 1)[None], format="fltp", layout="mono")
@@ -319,7 +319,9 @@ def test_a_clock_that_jitters_leaves_no_holes(tmp_path):
     rng = np.random.default_rng(0)
 
     def change(_, stream, packet):
-        off = rng.integers(0, 40) / 1000 + 0.06 * (packet.pts * packet.time_base > 2)
+        off = rng.integers(0, 40) / 1000
+        if packet.pts * packet.time_base > 2:
+            off += 0.06
         packet.pts = packet.dts = packet.pts + round(off / packet.time_base)
         return True
 
@@ -358,9 +360,8 @@ def test_times_that_are_all_the_same_tell_nothing(tmp_path):
 
     source = encode(tmp_path / "b.mkv", n=30, gop=10, bframes=0)
     info = probe(remux(source, tmp_path / "a.mkv", change))
-    assert info.timestamps == pytest.approx(np.arange(30) / 25) and info.duration == pytest.approx(
-        30 / 25
-    )
+    assert info.timestamps == pytest.approx(np.arange(30) / 25)
+    assert info.duration == pytest.approx(30 / 25)
     assert np.array_equal(
         read_frames(info, [3, 17, 29]), [decode_all(info.path)[i] for i in (3, 17, 29)]
     )

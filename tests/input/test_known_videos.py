@@ -30,7 +30,7 @@ def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):
 
 
 def test_only_the_latest_files_are_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr("apbv.input.media.files._MOST_KNOWN", 2)
+    monkeypatch.setattr("apbv.input.media.files.MOST_KNOWN", 2)
     videos = KnownVideos()
     paths = [tmp_path / f"{name}.mp4" for name in "abc"]
     encode(paths[0], n=5)

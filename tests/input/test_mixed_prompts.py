@@ -213,15 +213,16 @@ def answers_job(
     hosts: HostGroup, family: str, messages: list[dict], ways: list[SpeculativeConfig | None]
 ):
     """What is answered in each way; the draft is another model than the target."""
-    models = [families.build_model(family, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+    target = families.build_model(family, dtype=torch.float64, seed=0)
+    draft = families.build_model(family, dtype=torch.float64, seed=1)
     answers = []
     for way in ways:
         engine = Engine(
-            models[0],
+            target,
             families.build_processor(family),
             hosts,
             speculate=way,
-            draft=way and models[1],
+            draft=None if way is None else draft,
         )
         answer = engine.generate(messages=messages, num_frames=FRAMES, max_new_tokens=8)
         answers.append((answer.token_ids, [len(video.frames) for video in answer.videos]))

@@ -47,7 +47,9 @@ def both(family: str, text: str, shown: dict, told: dict | None = None) -> tuple
     """
     processor = families.build_processor(family)
     expected = processor(text=[text], return_tensors="pt", **shown)
-    return process(processor, text, **(shown if told is None else told)), expected
+    if told is None:
+        told = shown
+    return process(processor, text, **told), expected
 
 
 def require_equal(output, expected) -> None:

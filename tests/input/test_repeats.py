@@ -81,7 +81,8 @@ def batch_of(paths: list[str], picture=None, compresses: bool = True) -> dict:
     """What the processor makes of the whole prompt."""
     content = chat(paths, picture)[0]["content"]
     videos = [sampled(path, FRAMES) for path in paths]
-    return by_processor(build_processor(compresses), content, videos, picture and [picture])
+    images = None if picture is None else [picture]
+    return by_processor(build_processor(compresses), content, videos, images)
 
 
 @torch.no_grad()
@@ -93,13 +94,15 @@ def expected_logits(batch: dict) -> torch.Tensor:
 def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
     """A piece decodes its frames and the one before, and finds what the processor finds in the
     whole video."""
-    monkeypatch.setattr("apbv.input.prompts.repeats._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("apbv.input.prompts.repeats.CHUNK_BYTES", chunk_bytes)
     processor = build_processor()
     decoded = []
     read = VideoReader.read
 
     def recorded(self, chunks, first=0):
         decoded.append(sum(map(len, chunks)))
+        if chunk_bytes == 1:
+            assert {len(chunk) for chunk in chunks} == {1}
         return read(self, chunks, first)
 
     monkeypatch.setattr(VideoReader, "read", recorded)

@@ -1,6 +1,6 @@
 """How the work on a prompt's items is shared out among hosts, and cut into chunks."""
 
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +15,17 @@ COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 @given(COSTS, st.integers(1, 4))
 def test_no_other_cut_has_a_cheaper_costliest_part(costs, parts):
     shares = split_by_cost(costs, parts)
-    assert [index for share in shares for index in share] == list(range(len(costs)))
-    bounds = [sorted(cut) for cut in combinations(list(range(len(costs) + 1)) * 2, parts - 1)]
-    least = min(max(sum(costs[a:b]) for a, b in pairwise([0, *cut, len(costs)])) for cut in bounds)
-    assert (
-        len(shares) == parts
-        and max(sum(costs[index] for index in share) for share in shares) == least
-    )
+    assert list(chain.from_iterable(shares)) == list(range(len(costs)))
+
+    def costliest(ranges) -> int:
+        return max(sum(costs[part.start : part.stop]) for part in ranges)
+
+    others = []
+    for cut in combinations(list(range(len(costs) + 1)) * 2, parts - 1):
+        bounds = [0, *sorted(cut), len(costs)]
+        others.append([range(start, stop) for start, stop in pairwise(bounds)])
+    assert len(shares) == parts
+    assert costliest(shares) == min(map(costliest, others))
 
 
 @given(st.integers(0, 20), st.integers(1, 8), st.integers(0, 9))
@@ -52,21 +56,22 @@ def test_chunks_cover_a_share_and_keep_to_one_run(items, num_hosts, num_bytes):
     than it can."""
     host = HostGroup.single("cpu")
     single = share_out(items, host)
-    costs = [item.patch_bytes for item in items for _ in range(item.num_patches)]
+    costs = []
+    for item in items:
+        costs += [item.patch_bytes] * item.num_patches
     patches = split_by_cost(costs, num_hosts)
     visual = VisualInput(single.items, patches, 0, single.row_starts)
-    kinds = [
-        (item.kind, 0 if item.kind == "image" else number) for number, item in enumerate(items)
-    ]
-    of_patch = [
-        kind for item, kind in zip(items, kinds, strict=True) for _ in range(item.num_patches)
-    ]
+    runs = []  # the run that each patch is in
+    for number, item in enumerate(items):
+        run = "images" if item.kind == "image" else number
+        runs += [run] * item.num_patches
     for number, share in enumerate(patches):
         chunks = visual.chunks(number, num_bytes)
-        assert [patch for chunk in chunks for patch in chunk] == list(share) and all(chunks)
+        assert list(chain.from_iterable(chunks)) == list(share)
+        assert all(chunks)
         for chunk in chunks:
             cost = sum(costs[chunk.start : chunk.stop])
-            assert len({of_patch[patch] for patch in chunk}) == 1
+            assert len(set(runs[chunk.start : chunk.stop])) == 1
             assert len(chunk) == 1 or cost <= num_bytes
 
 
@@ -74,11 +79,9 @@ def test_frames_of_many_items_are_counted_once():
     """Videos that end with a row of no frame, and images between."""
     items = [VisualItem("video", 7, 3, num_ending_rows=1), VisualItem("image", 4)] * 50
     visual = share_out(items, HostGroup.single("cpu"))
-    starts = [
-        start
-        for item in range(50)
-        for start in (11 * item, 11 * item + 2, 11 * item + 4, 11 * item + 7)
-    ]
+    starts = []
+    for first in range(0, 550, 11):
+        starts += [first, first + 2, first + 4, first + 7]
     assert visual.row_starts == (*starts, 550)
     lengths = [len(frame) for frame in visual.frames]
     assert lengths == [2, 2, 2, 4] * 50

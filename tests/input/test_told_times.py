@@ -75,7 +75,9 @@ def test_a_constant_rate_is_told_as_transformers_tells_it(tmp_path):
     for name in ("a.mkv", "a.mp4", "a.ts"):
         info = probe(encode(tmp_path / name, n=50))
         assert info.has_constant_rate and info.fps == pytest.approx(25)
-    times = [33 * i + i // 3 + 33 * (i > 70) for i in range(90)]
+    times = [33 * i + i // 3 for i in range(90)]
+    times[71:] = [time + 33 for time in times[71:]]
     assert probe(encode(tmp_path / "b.mkv", n=90, pts=times)).has_constant_rate
-    late = [40 * i + 400 * (i > 25) for i in range(50)]
+    late = [40 * i for i in range(50)]
+    late[26:] = [time + 400 for time in late[26:]]
     assert not probe(encode(tmp_path / "c.mkv", n=50, pts=late)).has_constant_rate

@@ -99,11 +99,8 @@ def test_orientation(tmp_path, degrees, mirror):
         assert next(container.decode(video=0)).rotation % 360 == degrees or any(mirror)
     expected = np.rot90(stored, degrees // 90, axes=(1, 2))
     expected = expected[:, :: -1 if mirror[1] else 1, :: -1 if mirror[0] else 1]
-    assert (
-        (info.height, info.width)
-        == expected.shape[1:3]
-        == ((64, 48) if degrees % 180 else (48, 64))
-    )
+    size = (64, 48) if degrees % 180 else (48, 64)
+    assert (info.height, info.width) == expected.shape[1:3] == size
     assert np.array_equal(read_frames(info, [0, 3, 11]), expected[[0, 3, 11]])
 
 

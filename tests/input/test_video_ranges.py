@@ -57,12 +57,12 @@ def frames_of(path: str, options: dict, **asked) -> list[int]:
 
 def range_by_qwen(info: VideoInfo, start: float | None, end: float | None) -> tuple[int, int]:
     """The first and the last frame, by qwen-vl-utils' calculate_video_frame_range."""
-    first = 0 if start is None else math.ceil(start * info.fps - 1e-6)
-    last = (
-        info.num_frames - 1
-        if end is None
-        else min(math.floor(end * info.fps + 1e-6), info.num_frames - 1)
-    )
+    first = 0
+    last = info.num_frames - 1
+    if start is not None:
+        first = math.ceil(start * info.fps - 1e-6)
+    if end is not None:
+        last = min(math.floor(end * info.fps + 1e-6), last)
     return first, last
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tvF
 
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
 from apbv.errors import PromptError
 from apbv.input.media.video import probe
 from apbv.input.prompts.prompt_reader import PromptReader
@@ -131,10 +131,13 @@ def test_no_frame_has_more_pixels_than_its_limit(family, clip):
     limited = read(reader, clip, most)[0]
     both = read(reader, clip, {}, most)[0]
     wide = read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0]
-    rows = [
-        [item.num_rows for item in inputs.visual.items] for inputs in (usual, limited, both, wide)
-    ]
-    assert rows[1][0] < rows[0][0] and rows[2] == [rows[0][0], rows[1][0]] and rows[3] == rows[0]
+
+    def num_rows(inputs: ModelInputs) -> list[int]:
+        return [item.num_rows for item in inputs.visual.items]
+
+    assert num_rows(limited)[0] < num_rows(usual)[0]
+    assert num_rows(both) == [num_rows(usual)[0], num_rows(limited)[0]]
+    assert num_rows(wide) == num_rows(usual)
     assert limited.visual.items[0].num_rows == limited.visual.items[0].num_patches  # a token each
     assert usual.visual.identity != limited.visual.identity
     assert torch.equal(usual.input_ids, wide.input_ids)

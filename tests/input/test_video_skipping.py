@@ -56,7 +56,8 @@ def decode_everything(path):
 @pytest.mark.parametrize("name", STREAMS)
 def test_frames_are_those_of_decoding_everything(tmp_path, counts, name):
     suffix, options, leaves_out = STREAMS[name]
-    path = encode(tmp_path / f"a.{suffix}", n=42, **{"gop": 20, **options})
+    options = {"gop": 20, **options}
+    path = encode(tmp_path / f"a.{suffix}", n=42, **options)
     info = probe(path)
     reference = decode_everything(path)
     assert len(info.pts) == info.num_frames == len(reference) == 42

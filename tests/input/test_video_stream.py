@@ -90,14 +90,14 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop):
     threads = 4
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
     ahead = threading.Event()
-    put = frames._Chunks.put
+    put = frames.FrameChunks.put
 
     def noted(chunks, row, image):
         if row == 2 * chunk_len:
             ahead.set()
         return put(chunks, row, image)
 
-    monkeypatch.setattr(frames._Chunks, "put", noted)
+    monkeypatch.setattr(frames.FrameChunks, "put", noted)
     tracemalloc.start()
     rows = 0
     for chunk in iter_frames(info, range(250), chunk_len, threads):

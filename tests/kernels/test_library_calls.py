@@ -92,7 +92,7 @@ def test_what_is_in_one_piece_or_has_few_queries_is_not_copied(monkeypatch, libr
     """A single token, or a window of drafted ones, reads K and V once for all heads of a group."""
     calls = library(by_definition)
     # Copying would call it.
-    monkeypatch.setattr(torch_attention, "_joined", None)
+    monkeypatch.setattr(torch_attention, "joined", None)
     attend(111, [300])
     assert calls == [(111, 300, True)]
     calls.clear()

@@ -19,7 +19,7 @@ def test_a_gpus_own_tiles_come_first(monkeypatch):
         "many": [[32, None, 128, 64, 8, 3]],
     }
     table = json.loads(tiles.TABLE.read_text())
-    monkeypatch.setattr(tiles, "_table", lambda: {**table, "none": own})
+    monkeypatch.setattr(tiles, "tile_table", lambda: {**table, "none": own})
 
     def sizes(use: str, rows: int) -> list[int]:
         tile = tiles.tile_of(use, rows, 32, 2, CPU)

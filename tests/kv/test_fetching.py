@@ -52,7 +52,7 @@ def asked_for_all(offers: Offers, ticket: Ticket) -> socket.socket:
 
 
 def test_a_reader_that_stops_costs_nothing_and_may_try_again(ended, monkeypatch):
-    monkeypatch.setattr(offers_module, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(offers_module, "IDLE_SECONDS", 0.2)
     with Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)) as offers:
         ticket = offer(offers, made_up(**BIG))
         with asked_for_all(offers, ticket) as connection:
@@ -69,7 +69,7 @@ def test_a_reader_that_stops_costs_nothing_and_may_try_again(ended, monkeypatch)
 def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
     """Its memory is free when its end is told, since whoever counts it gives it to others at
     once."""
-    monkeypatch.setattr(offers_module, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(offers_module, "GRACE_SECONDS", 0.05)
     layers = made_up(**BIG)
     ended = []
     memory = of_memory(layers)

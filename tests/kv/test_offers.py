@@ -77,7 +77,7 @@ def test_a_part_that_there_is_not_is_refused(offers):
 
 
 def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):
-    monkeypatch.setattr(offers_module, "_REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(offers_module, "REQUEST_SECONDS", 0.05)
     ticket = offer(offers, made_up())
     with socket.create_connection(offers.address, HANGING) as silent:
         assert len(fetch(ticket)) == 2

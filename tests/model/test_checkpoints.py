@@ -23,12 +23,11 @@ WEIGHTS = "model.safetensors"
 def without(*parts: str):
     """A change that leaves out the weights that have one of these in their names."""
 
+    def is_left_out(name: str) -> bool:
+        return any(part in name for part in parts)
+
     def change(weights: dict) -> dict:
-        return {
-            name: weight
-            for name, weight in weights.items()
-            if not any(part in name for part in parts)
-        }
+        return {name: weight for name, weight in weights.items() if not is_left_out(name)}
 
     return change
 
@@ -105,7 +104,8 @@ def loaded_job(processes: HostGroup, size: int, path: str, settings: dict) -> st
 
 
 def test_every_way_to_load_checks_it(pool, changed, checkpoints):
-    base, broken = str(checkpoints("llama")), str(changed("llama", without("lm_head")))
+    base = str(checkpoints("llama"))
+    broken = str(changed("llama", without("lm_head")))
     draft = {"speculate": SpeculativeConfig(strategy="vanilla", draft_model=broken)}
     for size, path, settings in ((1, broken, {}), (2, broken, {}), (1, base, draft)):
         for failure in pool.run(2, loaded_job, size, path, settings):
@@ -140,11 +140,10 @@ def mixed_job(processes: HostGroup, size: int, weight: str) -> str | None:
     """Host 1 has another number in one of its weights."""
     hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60, tensor_parallel=size)
     path = apbv.demo.model_path()
-    model = (
-        Engine.from_pretrained(path, hosts=hosts).model
-        if size > 1
-        else families.build_model("qwen2_5_vl")
-    )
+    if size > 1:
+        model = Engine.from_pretrained(path, hosts=hosts).model
+    else:
+        model = families.build_model("qwen2_5_vl")
     if weight and hosts.rank == 1:
         with torch.no_grad():
             changed = model.get_parameter(weight)

@@ -109,9 +109,8 @@ def test_what_is_wrong_is_left_out_with_a_warning(monkeypatch, wrong):
         if hasattr(module, "is_fused")
     }
     assert kinds == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"} - {wrong}
-    found, expected = (
-        hidden_states(each, parts) for each in (parts.language_model, model.get_decoder())
-    )
+    found = hidden_states(parts.language_model, parts)
+    expected = hidden_states(model.get_decoder(), parts)
     assert relative_error(found, expected) < CLOSE[torch.float32]
 
 

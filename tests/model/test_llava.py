@@ -1,6 +1,7 @@
 """What LLaVA checkpoints differ in: vision towers, the layers that are read, old processors."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,7 @@ CHECKPOINTS = {
 ONLY_IN_1_5 = ("CLIP, with the class token", "SigLIP, without the first patch")
 CASES = [
     (family, name)
-    for family in LLAVA_FAMILIES
-    for name in CHECKPOINTS
+    for family, name in product(LLAVA_FAMILIES, CHECKPOINTS)
     if family == "llava" or name not in ONLY_IN_1_5
 ]
 

@@ -2,6 +2,7 @@
 apart."""
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -47,10 +48,8 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded(whole_checkpoint):
     config = read_config(whole_checkpoint)
     assert config.model_type == OMNI
     model, processor = load_model(whole_checkpoint, "auto", HostGroup.single("cpu"))
-    assert (
-        type(model) is tf.Qwen2_5OmniThinkerForConditionalGeneration
-        and model.dtype == torch.bfloat16
-    )
+    assert type(model) is tf.Qwen2_5OmniThinkerForConditionalGeneration
+    assert model.dtype == torch.bfloat16
     for name, weight in families.build_model(OMNI).state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.to(torch.bfloat16)), name
     parts = inspect_model(model)
@@ -101,4 +100,4 @@ def test_units_of_sound_are_encoded_apart_as_together(lengths, window):
     pieces = list(audio_rows(parts, audio, None, one_by_one))
     assert [len(piece) for piece in pieces] == [len(audio.rows_of(unit)) for unit in one_by_one]
     torch.testing.assert_close(torch.cat(pieces), expected, rtol=1e-9, atol=1e-12)
-    assert [unit for chunk in audio.chunks(0) for unit in chunk] == list(audio.units[0])
+    assert list(chain.from_iterable(audio.chunks(0))) == list(audio.units[0])

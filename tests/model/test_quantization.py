@@ -42,18 +42,22 @@ FORMATS = {
 }
 
 
+def auto_class(family: str) -> type:
+    """Transformers' class that loads a family's checkpoints."""
+    if family in TEXT_FAMILIES:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def save_quantized(family: str, base: Path, path: Path, name: str) -> Path:
     """Quantize a checkpoint, its language model at least; skip the test if a package is missing."""
     for package in FORMATS[name]:
         pytest.importorskip(package)
     shutil.copytree(base, path)
     if name.startswith(("torchao", "bitsandbytes")):
-        auto = (
-            transformers.AutoModelForCausalLM
-            if family in TEXT_FAMILIES
-            else transformers.AutoModelForImageTextToText
-        )
-        auto.from_pretrained(base, quantization_config=_own_config(name)).save_pretrained(path)
+        auto_class(family).from_pretrained(
+            base, quantization_config=_own_config(name)
+        ).save_pretrained(path)
         return path
     settings, quantize = _by_hand(name)
     config = path / "config.json"
@@ -63,12 +67,12 @@ def save_quantized(family: str, base: Path, path: Path, name: str) -> Path:
     weights = {}
     for key, weight in load_file(path / "model.safetensors").items():
         is_quantized = key.endswith("_proj.weight") and "visual" not in key
+        if not is_quantized:
+            weights[key] = weight
+            continue
         prefix = key.removesuffix("weight")
-        weights |= (
-            {prefix + part: w for part, w in quantize(weight).items()}
-            if is_quantized
-            else {key: weight}
-        )
+        for part, tensor in quantize(weight).items():
+            weights[prefix + part] = tensor
     save_file(
         {key: weight.contiguous() for key, weight in weights.items()},
         path / "model.safetensors",
@@ -187,14 +191,11 @@ BATCHES = {"llama": text_batch(50), "qwen2_5_vl": video_batch("qwen2_5_vl", 9)}
 def each_format(*others) -> list:
     """Parametrize by a format, and with it others; of two formats the kernels are compiled at
     first."""
-    return [
-        pytest.param(
-            name,
-            *others[row % len(others)],
-            marks=[pytest.mark.thorough] * (name in ("gptq", "awq")),
-        )
-        for row, name in enumerate(FORMATS)
-    ]
+    cases = []
+    for row, name in enumerate(FORMATS):
+        marks = [pytest.mark.thorough] if name in ("gptq", "awq") else []
+        cases.append(pytest.param(name, *others[row % len(others)], marks=marks))
+    return cases
 
 
 # A format whose packages every test environment has.
@@ -234,12 +235,7 @@ def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_pat
     path = quantized(family, name)
     batch = BATCHES[family]
     model, _ = load_model(path, "auto", HostGroup.single("cpu"))
-    auto = (
-        transformers.AutoModelForCausalLM
-        if family == "llama"
-        else transformers.AutoModelForImageTextToText
-    )
-    reference = auto.from_pretrained(path).eval()
+    reference = auto_class(family).from_pretrained(path).eval()
     expected = reference.generate(**batch, max_new_tokens=6, do_sample=False)[
         0, batch["input_ids"].shape[1] :
     ]
@@ -249,7 +245,8 @@ def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_pat
     loaded = sum(weight.nbytes for weight in model.parameters())
     file = sum(weight.nbytes for weight in load_file(path / "model.safetensors").values())
     is_dense = name.startswith(("compressed", "fp8"))
-    planned = plan(path, **({"tokens": 99} if family == "llama" else {"num_frames": 4})).weights
+    length = {"tokens": 99} if family == "llama" else {"num_frames": 4}
+    planned = plan(path, **length).weights
     assert 0.97 < planned / (loaded if is_dense else file) < 1.1
 
 

@@ -55,8 +55,13 @@ def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
 
 def test_the_model_is_left_as_it_was():
     parts = inspect_model(build("llama", torch.float32))
-    mlp, own = parts.language_model.layers[0].mlp, type(parts.language_model.layers[0].mlp).forward
-    mlp.forward = theirs = lambda states: 2 * own(mlp, states)
+    mlp = parts.language_model.layers[0].mlp
+    own = type(mlp).forward
+
+    def theirs(states):
+        return 2 * own(mlp, states)
+
+    mlp.forward = theirs
     try:
         states = torch.randn(1, TOKENS, parts.language_model.config.hidden_size)
         tiny = mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1})

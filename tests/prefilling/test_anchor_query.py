@@ -79,12 +79,10 @@ def by_definition(
         first = [*range(prefix), *range(query_start, num_tokens), *range(prefix, query_start)]
         grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
         kinds = batch["mm_token_type_ids"]
-        orders = (first, range(num_tokens))
-        of_copy, of_prompt = (
-            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0]
-            for order in orders
-        )
-        of_copy = of_copy[..., : len(copy)]
+        find = model.model.get_rope_index
+        of_first, _ = find(ids[:, first], mm_token_type_ids=kinds[:, first], **grids)
+        of_copy = of_first[..., : len(copy)]
+        of_prompt, _ = find(ids, mm_token_type_ids=kinds, **grids)
     else:
         of_copy = torch.arange(len(copy))[None]
         of_prompt = torch.arange(num_tokens)[None]
@@ -103,18 +101,20 @@ def by_definition(
             position_ids=torch.cat([of_copy, of_prompt], dim=-1),
             use_cache=False,
         ).last_hidden_state
-    keys, values = ([x[:, :, start:] for x in states] for states in (oracle.keys, oracle.values))
+    keys = [states[:, :, start:] for states in oracle.keys]
+    values = [states[:, :, start:] for states in oracle.values]
     if not oracle.separate_query:
         return model.lm_head(hidden[:, -1]), keys, values
     cache = DynamicCache()
-    for layer, states in enumerate(zip(keys, values, strict=True)):
-        cache.update(*(x[:, :, :query_start] for x in states), layer)
+    for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k[:, :, :query_start], v[:, :, :query_start], layer)
     hidden = decoder(
         input_ids=ids[:, query_start:],
         position_ids=of_prompt[..., query_start:],
         past_key_values=cache,
     ).last_hidden_state
-    keys, values = ([getattr(layer, name) for layer in cache.layers] for name in ("keys", "values"))
+    keys = [layer.keys for layer in cache.layers]
+    values = [layer.values for layer in cache.layers]
     return model.lm_head(hidden[:, -1]), keys, values
 
 
@@ -137,11 +137,12 @@ SPARSE = SparseConfig(block_size=32, stride=8, threshold=0.3)
 def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_hosts):
     """Also of blocks that attend sparsely to themselves."""
     length = 290 if "sparse" in settings else 130
-    batch, asked = (
-        (text_batch(length), length - 10)
-        if family in TEXT_FAMILIES
-        else (video_batch(family), None)
-    )
+    if family in TEXT_FAMILIES:
+        batch = text_batch(length)
+        asked = length - 10
+    else:
+        batch = video_batch(family)
+        asked = None
     settings = {"passing_len": 3, "anchor_query": True, "anchor_len": ANCHOR_LEN, **settings}
     results = on_hosts(num_hosts, prefill_job, family, batch, asked, settings)
     prefix = results[0].start

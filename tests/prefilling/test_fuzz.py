@@ -85,7 +85,8 @@ def build_case(case: dict) -> tuple:
 def fuzz_job(hosts: HostGroup, case: dict) -> tuple:
     model, batch, query_start = build_case(case)
     inputs = ModelInputs.from_processor(inspect_model(model), batch, hosts, query_start)
-    config = prefill_config(**{"on_single_host": True, **case["settings"]})
+    settings = {"on_single_host": True, **case["settings"]}
+    config = prefill_config(**settings)
     with unwritten_memory_is_nan():
         state = apbv.prefill(model, inputs, hosts=hosts, config=config)
     return state.logits, state.method, inputs.query_start, inputs.context_start

@@ -60,7 +60,9 @@ def exact_job(hosts: HostGroup, prompts: list, settings: dict, most_tokens: int)
             state, result = prefilled(
                 hosts, family, batch_of(family, length), asked, settings, torch.float32
             )
-            result.states = [tuple(x.clone() for x in layer) for layer in state.kv.states.tensors]
+            result.states = []
+            for tensors in state.kv.states.tensors:
+                result.states.append(tuple(tensor.clone() for tensor in tensors))
             results.append(result)
     return results
 

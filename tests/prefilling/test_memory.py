@@ -170,7 +170,8 @@ def _buffers(hosts: HostGroup, sent, shapes=None) -> tuple:
 def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", **settings) -> list:
     """Of every host the peak in bytes, and the estimate, of a model that has shapes and no
     numbers."""
-    shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
+    shapes = FakeTensorMode(allow_non_fake_inputs=True)
+    counted = threading.local()
 
     def counting(function):
         def run(*args, **kwargs):
@@ -214,23 +215,35 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
     monkeypatch.setattr(SimulatedHost, "broadcast", broadcast)
     monkeypatch.setattr(SimulatedHost, "all_gather", buffered(SimulatedHost.all_gather))
     monkeypatch.setattr(SimulatedHost, "all_to_all", buffered(SimulatedHost.all_to_all))
-    monkeypatch.setattr(forward, "_forward", counting(forward._forward))
+    monkeypatch.setattr(forward, "run_prompt", counting(forward.run_prompt))
     monkeypatch.setattr(ShardedKV, "gathered", counting(ShardedKV.gathered))
     with shapes:
         of_family, widths = CONFIGS[kind]
         model = AutoModelForCausalLM.from_config(of_family(**widths), dtype=torch.bfloat16).eval()
     if "hybrid" in kind:  # of a rule's chunks three are enough, as all but the first are alike
-        few = lambda count: range(min(count, 3))  # noqa: E731
+
+        def few(count: int) -> range:
+            return range(min(count, 3))
+
         monkeypatch.setattr(sys.modules[type(model).__module__], "range", few, raising=False)
     config = prefill_config(query_len=64, **settings)
 
     def job(hosts: HostGroup) -> tuple[int, HostMemory]:
-        counted.live = live = LiveTensors()
-        parts, batch = inspect_model(share_weights(model)), text_batch(num_tokens)
+        live = LiveTensors()
+        counted.live = live
+        parts = inspect_model(share_weights(model))
+        batch = text_batch(num_tokens)
         state = prefill(parts, batch, hosts=hosts, config=config)
         by_layer = METHODS[state.method].gathers_by_layer(config)
-        options = {"itemsize": 2, "device": parts.device, "by_layer": by_layer}
-        return live.peak, host_memory(parts.sizes, state.layout, hosts.rank, config.kv, **options)
+        return live.peak, host_memory(
+            parts.sizes,
+            state.layout,
+            hosts.rank,
+            config.kv,
+            itemsize=2,
+            device=parts.device,
+            by_layer=by_layer,
+        )
 
     return simulate(num_hosts, job)
 
@@ -319,10 +332,8 @@ def embeddings_job(
 ) -> tuple[int, list]:
     """As the fourth layer begins, how many tensors like the hidden states are in memory, and others
     as wide."""
-    parts, batch = (
-        inspect_model(share_weights(families.build_model(family, layers=4))),
-        video_batch(family),
-    )
+    parts = inspect_model(share_weights(families.build_model(family, layers=4)))
+    batch = video_batch(family)
     live = LiveTensors()
     found = []
 
@@ -354,9 +365,12 @@ def embeddings_job(
 def test_of_the_embeddings_only_the_hidden_states_are_left(family, method, reduce):
     """Neither visual rows nor what they were merged into, nor what a reduction has left out, are
     kept behind."""
-    reduce = reduce and ReduceConfig(method=reduce, ratio=0.8)
-    for num_hidden, others in simulate(2, embeddings_job, family, method, reduce):
-        assert num_hidden == 1 and others == []
+    config = None
+    if reduce is not None:
+        config = ReduceConfig(method=reduce, ratio=0.8)
+    for num_hidden, others in simulate(2, embeddings_job, family, method, config):
+        assert num_hidden == 1
+        assert others == []
 
 
 def cancelled_job(hosts: HostGroup) -> bool:
@@ -422,6 +436,6 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
         "how many letters are shown", video=demo.video_path(), num_frames=2 * NUM_PATCHES
     )
     *encoding, prefilling = counts
-    assert (
-        len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0
-    )
+    assert len(encoding) == NUM_PATCHES
+    assert 0 < min(encoding) <= max(encoding) < 6
+    assert prefilling == 0

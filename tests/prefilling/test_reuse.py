@@ -44,11 +44,19 @@ def questions_job(hosts: HostGroup, mode: str | None, settings: dict, speculate=
     run = []
     tower = engine.model.model.visual
     layer = engine.model.get_decoder().layers[0]
-    tower.register_forward_hook(lambda *_: encoded.append(1) and None)
-    layer.register_forward_hook(lambda module, args, output: run.append(args[0].shape[1]) and None)
+
+    def note_tower(*_) -> None:
+        encoded.append(1)
+
+    def note_layer(module, args, output) -> None:
+        run.append(args[0].shape[1])
+
+    tower.register_forward_hook(note_tower)
+    layer.register_forward_hook(note_layer)
     answers = []
     for question, video in zip(QUESTIONS, videos or [None] * len(QUESTIONS), strict=True):
-        encoded.clear(), run.clear()
+        encoded.clear()
+        run.clear()
         answer = ask(engine, question, video)
         answers.append(
             (answer.token_ids, answer.stats["reused"], len(encoded), run[0] if run else 0)
@@ -82,15 +90,18 @@ def test_what_is_kept_of_an_exact_method_changes_no_answer(
     for rank, answers in enumerate(pool.run(hosts, questions_job, mode, settings, speculate)):
         assert [tokens for tokens, *_ in answers] == plain
         assert [reused for _, reused, *_ in answers] == [None, way, way]
-        for *_, encoded, run in answers[1:] if rank == 0 else ():
-            assert encoded <= needs_draft and (run < 20 or mode == "exact")
+        if rank == 0:
+            for *_, encoded, run in answers[1:]:
+                assert encoded <= needs_draft
+                assert run < 20 or mode == "exact"
 
 
 def approximate_job(hosts: HostGroup, kv: str):
     """The second question's logits, beside Hugging Face's own attention over the KV that the first
     left."""
     engine = demo_engine(hosts, "kv", kv=kv, **APPROXIMATE)
-    video, first, second = {"video": demo.video_path(), "num_frames": FRAMES}, *QUESTIONS[:2]
+    video = {"video": demo.video_path(), "num_frames": FRAMES}
+    (first, second) = QUESTIONS[:2]
     state = engine.prefill(first, **video)
     cache = state.to_dynamic_cache()
     again = engine.prefill(second, **video)
@@ -187,6 +198,8 @@ def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(puts, boun
         while sum(size for *_, size in order) > bound:
             order.pop(0)
         assert cache.num_bytes == sum(size for *_, size in order) <= bound
-        assert all((key in cache) == any(key == other for other, *_ in order) for key in "abcdef")
+        kept = [key for key, *_ in order]
+        for key in "abcdef":
+            assert (key in cache) == (key in kept), key
     for key, number, _ in order:
         assert cache.get(key) == number

@@ -25,8 +25,13 @@ def gathered_ring(q, k, v, *, softmax_scale, causal, group):
     for states in (q, k, v):
         parts = [torch.empty_like(states) for _ in range(size)]
         dist.all_gather(parts, states, group=group)
-        early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
-        whole.append(torch.cat([*early, *late[::-1]], dim=1).transpose(1, 2).double())
+        early = []
+        late = []
+        for part in parts:
+            first, second = part.chunk(2, dim=1)
+            early.append(first)
+            late.insert(0, second)
+        whole.append(torch.cat(early + late, dim=1).transpose(1, 2).double())
     q, k, v = whole
     out = reference.segmented_attention(q, [(k, v)], softmax_scale, causal)[0].transpose(1, 2)
     chunks = out.chunk(2 * size, dim=1)
@@ -60,7 +65,8 @@ def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[st
         warnings.simplefilter("always")
         used = ring_library.usable_ring(hosts, *PROBLEM)
     ring_library.usable_ring.cache_clear()
-    return used and used.__name__, [str(warning.message) for warning in caught]
+    name = None if used is None else used.__name__
+    return name, [str(warning.message) for warning in caught]
 
 
 def test_all_hosts_use_it_or_none(pool):

@@ -5,6 +5,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,12 @@ def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
     name = "get_image_features" if family == "internvl" else "get_video_features"
     encode = getattr(model.model, name)
     calls = []
-    setattr(model.model, name, lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs))
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return encode(*args, **kwargs)
+
+    setattr(model.model, name, counted)
     state = engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
     share = len(state.inputs.visual.patches[hosts.rank])
     return state.logits, len(calls), share
@@ -187,7 +193,9 @@ def test_kept_pixels_fail_for_everybody(tmp_path):
 
 
 def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
-    made, ended, go_on = [], threading.Event(), threading.Semaphore(2)
+    made = []
+    ended = threading.Event()
+    go_on = threading.Semaphore(2)
 
     def items():
         try:
@@ -222,8 +230,8 @@ def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
     )
     chunks = video.chunks(0, budget)
     assert len(chunks[0]) == size
-    assert [patch for chunk in chunks for patch in chunk] == list(range(patches))
-    rows = [row for chunk in chunks for row in video.rows_of(chunk)]
+    assert list(chain.from_iterable(chunks)) == list(range(patches))
+    rows = list(chain.from_iterable(map(video.rows_of, chunks)))
     assert rows == list(range(video.num_rows)), "the row behind the last frame is the last chunk's"
 
 

@@ -123,7 +123,7 @@ def test_the_question_may_rank(name):
 
 @pytest.mark.parametrize("name", LAYER_REDUCER_NAMES)
 def test_attention_is_the_same_however_few_probabilities_are_in_memory(name):
-    with mock.patch.object(layer_reducer, "_MOST_PROBABILITIES", 300):
+    with mock.patch.object(layer_reducer, "MOST_PROBABILITIES", 300):
         check(name, 0.4, QWEN)
 
 

@@ -90,7 +90,8 @@ def handing_over(media):
 def site():
     """A server of media on this machine."""
     with in_thread(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)) as server:
-        server.paths, server.may_answer = [], threading.Event()
+        server.paths = []
+        server.may_answer = threading.Event()
         server.url = f"http://127.0.0.1:{server.server_address[1]}"
         yield server
         server.may_answer.set()

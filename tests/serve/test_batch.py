@@ -166,10 +166,8 @@ def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tm
             response = found[each["custom_id"]]
             body = json.dumps(each.get("body"))
             reply = server.http.post(server.root + URL, content=body, timeout=httpx.Timeout(60))
-            assert (response["status_code"], said(response["body"])) == (
-                reply.status_code,
-                said(reply.json()),
-            )
+            assert response["status_code"] == reply.status_code
+            assert said(response["body"]) == said(reply.json())
     assert {found[name]["status_code"] for name in REFUSED} == {400, 404}
     num_failed = len(REFUSED) + len(ELSEWHERE) + len(BROKEN)
     assert (
@@ -206,7 +204,8 @@ def run(tmp_path, app, media):
     ) -> tuple[Batch, dict[str, dict]]:
         (tmp_path / "in.jsonl").write_bytes(encoded(lines))
         limits = {"num_frames": 8, "media_dir": media, "max_kv_bytes": 2**26, **limits}
-        out, settings = tmp_path / "out.jsonl", server_settings(**limits)
+        out = tmp_path / "out.jsonl"
+        settings = server_settings(**limits)
         with closing(Answers(out, retry)) as answers:
             batch = Batch(Requests(tmp_path / "in.jsonl"), answers, settings, lambda _: None)
             if meanwhile is not None:
@@ -221,7 +220,8 @@ def once_running(*signals: int) -> Callable[[Batch], None]:
     """Send signals when a request runs: the next as soon as it has an effect of its own."""
 
     def send(batch: Batch) -> None:
-        wait_for(lambda: hasattr(batch, "_scheduler") and batch.num_running)
+        # Before it is opened it has no number.
+        wait_for(lambda: getattr(batch, "num_running", 0) > 0)
         for number in signals:
             os.kill(os.getpid(), number)
             wait_for(lambda: batch.stopped_by is not None)
@@ -263,9 +263,8 @@ def test_more_prompts_than_may_wait_are_answered_one_after_the_other(run):
     body = {"model": "demo", "prompt": ["a", "b", "c"], "max_tokens": 20, "ignore_eos": True}
     lines = [line(str(number), url="/v1/completions") | {"body": body} for number in range(6)]
     batch, found = run(lines, max_queue=2, max_running=1)
-    assert batch.num_failed == 0 and {len(each["body"]["choices"]) for each in found.values()} == {
-        3
-    }
+    assert batch.num_failed == 0
+    assert {len(each["body"]["choices"]) for each in found.values()} == {3}
 
 
 def test_what_may_pass_is_asked_again_and_the_rest_is_not(run, media, tmp_path):
@@ -301,10 +300,8 @@ def test_why_requests_failed_is_told(run):
     lines += [line(f"nowhere {number}", url="/x") for number in range(9)]
     batch, _ = run(lines)
     told = failures(batch, Path("answers.jsonl")).splitlines()
-    assert (
-        len(told) == 6
-        and told[-1] == "10 of 12 requests were answered with errors: see answers.jsonl"
-    )
+    assert len(told) == 6
+    assert told[-1] == "10 of 12 requests were answered with errors: see answers.jsonl"
 
 
 def test_a_full_disk_leaves_whole_lines(run, tmp_path):
@@ -341,11 +338,8 @@ def test_shards_have_every_line_once(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"0\n1\n\n3\n4\n5\n6")
     shards = [Requests(source, (index, 3)) for index in range(3)]
-    assert [[int(each) for _, each in shard.lines(9)] for shard in shards] == [
-        [0, 3, 6],
-        [1, 4],
-        [5],
-    ]
+    for shard, expected in zip(shards, ([0, 3, 6], [1, 4], [5]), strict=True):
+        assert [int(line) for _, line in shard.lines(9)] == expected
     assert [shard.count() for shard in shards] == [3, 2, 1]
     assert list(Requests(source, (5, 7)).lines(9)) == [(6, b"5\n")]
 

@@ -4,6 +4,7 @@ schema."""
 import json
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from threading import Semaphore
 from typing import Literal
 
@@ -17,7 +18,7 @@ from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.grammar.grammars import Grammars
 
 from apbv_tests.hard_schemas import many_patterns
-from apbv_tests.servers import InProcess, chunks, post
+from apbv_tests.servers import InProcess, choices_at, chunks, post, token_ids_of
 
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"
@@ -51,6 +52,12 @@ def engine(request) -> Engine:
 def app():
     with closing(InProcess(max_model_len=400, max_running=3)) as app:
         yield app
+
+
+def drop_rounded(choice: dict) -> None:
+    """Forget the figures whose rounding differs with the number of rows."""
+    del choice["logprobs"]["token_logprobs"]
+    del choice["logprobs"]["top_logprobs"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -138,8 +145,8 @@ def test_several_answers_are_those_of_the_next_seeds(app):
     together = post(app, RAW, **fields, n=3, seed=7).json()
     for index, choice in enumerate(together["choices"]):
         (alone,) = post(app, RAW, **fields, seed=7 + index).json()["choices"]
-        for each in (choice, alone):  # rounding differs with the number of rows
-            each["logprobs"].pop("token_logprobs"), each["logprobs"].pop("top_logprobs")
+        for each in (choice, alone):
+            drop_rounded(each)
         assert choice == {**alone, "index": index}
     assert together["usage"]["completion_tokens"] == 18
     assert together["usage"]["prompt_tokens"] == len(together["choices"][0]["prompt_token_ids"])
@@ -148,16 +155,13 @@ def test_several_answers_are_those_of_the_next_seeds(app):
     )
     assert streamed[-1]["usage"] == together["usage"]
     for index, choice in enumerate(together["choices"]):
-        own = [
-            chunk["choices"][0] for chunk in streamed[:-1] if chunk["choices"][0]["index"] == index
-        ]
-        assert (
-            "".join(each["text"] for each in own) == choice["text"]
-            and own[-1]["finish_reason"] == "length"
-        )
+        own = choices_at(index, streamed[:-1])
+        assert "".join(each["text"] for each in own) == choice["text"]
+        assert own[-1]["finish_reason"] == "length"
         logprobs = [each["logprobs"] for each in own if each["logprobs"]]
         for name in ("tokens", "text_offset"):
-            assert [one for each in logprobs for one in each[name]] == choice["logprobs"][name]
+            told = chain.from_iterable(each[name] for each in logprobs)
+            assert list(told) == choice["logprobs"][name]
 
 
 def test_several_prompts_are_answered_as_each_alone(app):
@@ -168,25 +172,23 @@ def test_several_prompts_are_answered_as_each_alone(app):
     in_pieces = {"stream": True, "stream_options": {"include_usage": True}}
     streamed = chunks(post(app, RAW, **fields, prompt=prompts, **in_pieces))
     alone = [post(app, RAW, **fields, prompt=prompt).json() for prompt in prompts]
-    for choice in (choice for reply in (together, *alone) for choice in reply["choices"]):
-        # Rounding differs.
-        (choice["logprobs"].pop("token_logprobs"), choice["logprobs"].pop("top_logprobs"))
-    expected = [choice for reply in alone for choice in reply["choices"]]
+    for reply in (together, *alone):
+        for choice in reply["choices"]:
+            drop_rounded(choice)
+    expected = list(chain.from_iterable(reply["choices"] for reply in alone))
     assert together["choices"] == [
         {**choice, "index": index} for index, choice in enumerate(expected)
     ]
     usages = [reply["usage"] for reply in alone]
-    assert together["usage"] == {name: sum(usage[name] for usage in usages) for name in usages[0]}
+    assert together["usage"].keys() == usages[0].keys()
+    for name, count in together["usage"].items():
+        assert count == sum(usage[name] for usage in usages), name
     assert streamed[-1]["usage"] == together["usage"]
     for index, choice in enumerate(together["choices"]):
-        own = [
-            chunk["choices"][0] for chunk in streamed[:-1] if chunk["choices"][0]["index"] == index
-        ]
-        assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
-        assert (
-            own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
-            and own[-1]["finish_reason"] == "length"
-        )
+        own = choices_at(index, streamed[:-1])
+        assert token_ids_of(own) == choice["token_ids"]
+        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert own[-1]["finish_reason"] == "length"
     failed = post(app, RAW, **fields, prompt=[[20, 21], [1, 6], [20]])
     assert failed.status_code == 400 and failed.json()["error"]["param"] == "prompt"
     client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="-", http_client=app.client)
@@ -279,15 +281,19 @@ def test_what_no_answer_can_follow_is_refused(app):
 
 def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
     """By the reader and by the decode host of its answers."""
-    check = Grammars.check
-    compiled = Grammars.compile
     calls = []
-    monkeypatch.setattr(
-        Grammars, "check", lambda *given, **named: calls.append("check") or check(*given, **named)
-    )
-    monkeypatch.setattr(
-        Grammars, "compile", lambda *given: calls.append("compile") or compiled(*given)
-    )
+
+    def note(name: str) -> None:
+        method = getattr(Grammars, name)
+
+        def noted(*args, **kwargs):
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(Grammars, name, noted)
+
+    note("check")
+    note("compile")
     assert post(app, RAW, prompt="x", response_format=FORMAT, n=2, max_tokens=3).status_code == 200
     assert calls == ["check", "compile"]
 

@@ -30,7 +30,9 @@ class Server:
     """An app whose requests for /slow are answered once they may be."""
 
     def __init__(self, most: int):
-        self.connections, self.may_answer, self.num_slow = Connections(most), threading.Event(), 0
+        self.connections = Connections(most)
+        self.may_answer = threading.Event()
+        self.num_slow = 0
         http = partial(HttpProtocol, connections=self.connections)
         options = {
             "http": http,

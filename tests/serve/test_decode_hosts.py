@@ -8,6 +8,7 @@ import signal
 import time
 import weakref
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,16 +66,11 @@ def library(
 ) -> list[tuple]:
     """The text, tokens and log probabilities of the answers; collective."""
     fields.pop("logprobs", None)
+    logprobs = fields.pop("top_logprobs", None)
     given = []
     for own in range(seed, seed + n):
-        kinds = {
-            "seed": own,
-            "max_new_tokens": TOKENS,
-            "ignore_eos": True,
-            "logprobs": fields.get("top_logprobs"),
-        }
         sampling = SamplingParams(
-            **{name: fields[name] for name in fields if name != "top_logprobs"}, **kinds
+            seed=own, max_new_tokens=TOKENS, ignore_eos=True, logprobs=logprobs, **fields
         )
         content = [
             {"type": "video", "video": demo.video_path()},
@@ -185,7 +181,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         if app is None:
             return joined
         # All decode hosts but one seem to be full.
-        patch.setattr(app.scheduler, "_used", lambda decode_host: decode_host != wanted[0])
+        patch.setattr(app.scheduler, "kv_bytes_on", lambda decode_host: decode_host != wanted[0])
         with closing(app):
             for wanted[0] in range(hosts.size):
                 whole = [
@@ -264,18 +260,18 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
         app = app_or_follower(engine, split_tokens=2**20)
         if app is None:
             return begun
-        first = app.scheduler._first
+        limits = app.scheduler.limits
 
         async def ask() -> list:
-            # No request begins before all wait.
-            patch.setattr(app.scheduler, "_first", lambda is_short: None)
+            # No request begins before all wait: until then there is room for none.
+            patch.setattr(app.scheduler, "limits", replace(limits, max_kv_bytes=0))
             asked = []
             for url in (damaged, *[data_url(demo.video_path())] * 3):
                 body = asking_for(ASKED[0][0], url=url)
                 asked.append(asyncio.create_task(app.client.post(CHAT, json=body, timeout=None)))
                 while app.scheduler.num_ready < len(asked):
                     await asyncio.sleep(0.01)
-            patch.setattr(app.scheduler, "_first", first)
+            patch.setattr(app.scheduler, "limits", limits)
             refused, *replies = [reply.json() for reply in await asyncio.gather(*asked)]
             return refused["error"], [of_choice(reply["choices"][0]) for reply in replies]
 
@@ -376,8 +372,8 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
 
 
 def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
-    monkeypatch.setattr("apbv.serve.control.local_prefill._REST", 1e12)
-    monkeypatch.setattr("apbv.serve.control.local_prefill._LONG_REST", 1e9)
+    monkeypatch.setattr("apbv.serve.control.local_prefill.REST", 1e12)
+    monkeypatch.setattr("apbv.serve.control.local_prefill.LONG_REST", 1e9)
     hosts = HostGroup.single("cpu")
     begun = []
     request = Request(Question(), StageTimer(hosts))
@@ -421,7 +417,8 @@ def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
     process."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     if not hosts.is_leader:
-        step, counted = Batch.step, iter(range(5))
+        step = Batch.step
+        counted = iter(range(5))
 
         def fail(batch):
             if next(counted, None) is None:
@@ -435,9 +432,8 @@ def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
 
     async def ask() -> list:
         body = asking(max_tokens=2**13, ignore_eos=True)
-        replies = await asyncio.gather(
-            *(app.client.post(CHAT, content=body, timeout=None) for _ in range(2))
-        )
+        both = [app.client.post(CHAT, content=body, timeout=None) for _ in range(2)]
+        replies = await asyncio.gather(*both)
         return [(reply.status_code, reply.json()["error"]["message"]) for reply in replies]
 
     try:
@@ -453,9 +449,8 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
     first, second = run_fresh(Store(tmp_path), 2, failing_job, dies)
     replies, reason = first.result
     assert replies == [(503, "a host has failed")] * 2
-    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (
-        dies and "another host ended" in reason
-    )
+    own_reason = "host 1 failed in decoding: SystemExit: out of order"
+    assert reason == own_reason or (dies and "another host ended" in reason)
     assert second.exit_status
 
 

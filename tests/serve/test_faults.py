@@ -30,7 +30,7 @@ from apbv_tests.patience import HANGING, wait_for
 from apbv_tests.servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
 STEPS = "apbv.runner.batch_steps"
-NOTE = "apbv.serve.control.output.JobOutput._note"
+NOTE = "apbv.serve.control.output.JobOutput._note"  # where a fault is planted
 LEAVES = "its client leaves"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -98,8 +98,9 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
 
     def watch(decoding, output, order, begun):
         kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
-        # The client leaves at this very moment, where it is to.
-        output._job.is_cancelled = fails == LEAVES
+        if fails == LEAVES:  # at this very moment
+            (job,) = app.scheduler.running_jobs
+            app.scheduler.cancel(job)
         add(decoding, output, order, begun)
 
     def count(scheduler, job):
@@ -220,7 +221,8 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
     app = InProcess(media_hosts=frozenset({"127.0.0.1"}))
 
     async def stop_meanwhile():
-        job, request = Job(), ChatRequest.parse(late(site, 3))
+        job = Job()
+        request = ChatRequest.parse(late(site, 3))
         app.worker.admit(job)
         reading = asyncio.get_running_loop().run_in_executor(None, app.submit, job, request)
         while not site.paths:

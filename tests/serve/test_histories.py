@@ -71,10 +71,9 @@ def test_arguments_of_earlier_calls_are_json(app):
                 app, path, messages=[ASKED, {"role": "assistant", "tool_calls": [call]}, ASKED]
             )
             error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (
-                400,
-                "messages",
-            ) and "which JSON has not" in error["message"]
+            assert reply.status_code == 400
+            assert error["param"] == "messages"
+            assert "which JSON has not" in error["message"]
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\ude00\ud83d"], ids=ascii)
@@ -89,9 +88,8 @@ def test_half_of_a_surrogate_pair_is_not_json(app, half):
         {"response_format": schema},
     ):
         reply = app.request("POST", CHAT, content=json.dumps({"messages": [ASKED], **fields}))
-        assert reply.status_code == 400 and "Invalid JSON" in reply.json()["error"]["message"], (
-            reply.text
-        )
+        assert reply.status_code == 400, reply.text
+        assert "Invalid JSON" in reply.json()["error"]["message"], reply.text
 
 
 def test_a_model_without_a_chat_template_takes_no_chats(engine, monkeypatch):
@@ -100,9 +98,8 @@ def test_a_model_without_a_chat_template_takes_no_chats(engine, monkeypatch):
         for path in (CHAT, "/tokenize"):
             reply = post(app, path, messages=[{"role": "system", "content": "be brief"}, ASKED])
             error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (
-                400,
-                "messages",
-            ) and "no chat template" in error["message"]
+            assert reply.status_code == 400
+            assert error["param"] == "messages"
+            assert "no chat template" in error["message"]
         assert post(app, "/v1/completions", prompt="which").status_code == 200
         assert post(app, "/tokenize", prompt="which").status_code == 200

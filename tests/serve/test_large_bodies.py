@@ -8,9 +8,10 @@ from contextlib import closing
 
 import pytest
 
+from apbv.input.prompts.prompt_reader import PromptReader
 from apbv.serve.api_error import ApiError
 from apbv.serve.http.json_limits import JsonLimits
-from apbv.serve.media.files import MediaError, _decode_data
+from apbv.serve.media.files import MediaError, decode_data_url
 from apbv.serve.protocols.requests import ChatRequest, CompletionRequest
 
 from apbv_tests.servers import InProcess, asking
@@ -39,23 +40,20 @@ def is_refused(text: bytes) -> bool:
 
 def values_and_containers(value) -> tuple[int, int]:
     """By definition; keys of objects are no values."""
-    if not isinstance(value, dict | list):
+    if isinstance(value, dict):
+        return values_and_containers(list(value.values()))
+    if not isinstance(value, list):
         return 1, 0
-    inner = [
-        values_and_containers(each)
-        for each in (value.values() if isinstance(value, dict) else value)
-    ]
+    inner = [values_and_containers(each) for each in value]
     return 1 + sum(values for values, _ in inner), 1 + sum(containers for _, containers in inner)
 
 
 def drawn(draw: random.Random, depth: int = 0):
     if depth < 4 and draw.random() < 0.7:
         inner = [drawn(draw, depth + 1) for _ in range(draw.randrange(1, 5))]
-        return (
-            inner
-            if draw.random() < 0.5
-            else {f'{place}"\\': each for place, each in enumerate(inner)}
-        )
+        if draw.random() < 0.5:
+            return inner
+        return {f'{place}"\\': each for place, each in enumerate(inner)}
     return draw.choice(
         [1, -2.5, None, True, "", "a, b", '"[{', "\\", '\\"', "\\\\", "é" * 9, "[" * 50, "," * 300]
     )
@@ -64,7 +62,7 @@ def drawn(draw: random.Random, depth: int = 0):
 @pytest.mark.parametrize("piece", [2, 3, 7, 2**20])
 def test_what_is_counted_is_what_json_has(monkeypatch, piece):
     """Whatever strings contain, and wherever a piece that is looked at ends."""
-    monkeypatch.setattr("apbv.serve.http.json_limits._PIECE", piece)
+    monkeypatch.setattr("apbv.serve.http.json_limits.PIECE_BYTES", piece)
     draw = random.Random(0)
     outcomes = set()
     for _ in range(300):
@@ -101,7 +99,7 @@ def nothing(*_):
 )
 def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path, body, monkeypatch):
     returned = []
-    monkeypatch.setattr("apbv.serve.http.app._LARGE_BODY", 2**16)
+    monkeypatch.setattr("apbv.serve.http.app.LARGE_BODY", 2**16)
     monkeypatch.setattr("apbv.serve.http.app.return_freed_memory", lambda: returned.append(1))
     for kind in (ChatRequest, CompletionRequest):
         monkeypatch.setattr(kind, "model_validate_json", nothing)
@@ -111,7 +109,7 @@ def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path,
 
 
 def test_more_token_ids_than_fit_are_not_laid_out(app, monkeypatch):
-    monkeypatch.setattr("apbv.serve.protocols.request_reader.Reader._lay_out", nothing)
+    monkeypatch.setattr(PromptReader, "render", nothing)
     ids = [1] * (app.reader.max_model_len + 1)
     reply = app.request("POST", RAW, content=json.dumps({"prompt": ids}))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
@@ -125,11 +123,11 @@ def test_of_many_unknown_fields_no_warning_is_made(app, caplog):
 
 
 def test_base64_is_decoded_in_pieces_as_in_one(monkeypatch):
-    monkeypatch.setattr("apbv.serve.media.files._BASE64_PIECE", 8)
+    monkeypatch.setattr("apbv.serve.media.files.BASE64_PIECE", 8)
     for length in range(40):
         data = bytes(range(length))
         url = f"data:x/y;base64,{base64.b64encode(data).decode()}"
-        assert _decode_data(url, 100) == data
+        assert decode_data_url(url, 100) == data
     for wrong in ("AAAAAA==AAAA", "AAAAAAA", "AAAA\nAAA", "AAAAAAAA=", "é" * 8):
         with pytest.raises(MediaError, match="not valid base64"):
-            _decode_data(f"data:x/y;base64,{wrong}", 100)
+            decode_data_url(f"data:x/y;base64,{wrong}", 100)

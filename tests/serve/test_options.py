@@ -83,6 +83,7 @@ def test_origins_are_as_browsers_send_them(capsys):
 
 
 def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, capsys):
+    # The fault: a package is missing.
     monkeypatch.setattr("apbv.launch.serve._NEEDED", ("uvicorn", "no_such_package"))
     missing = 'needs no_such_package: pip install -c constraints.txt -e ".[serve]" in'
     for arguments, message in ((["demo"], missing), ([], "give a model")):
@@ -99,42 +100,26 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
         --max-packets 9 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
     settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
-    assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == (
-        "m",
-        3,
-        2,
-        7,
-    )
-    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_transfer) == (
-        2**19,
-        2 * 2**20,
-        None,
-    )
+    assert settings.model == "m"
+    assert settings.max_queue == 3
+    assert settings.max_running == 2
+    assert settings.grace == 7
+    assert settings.max_kv_bytes == 2**19
+    assert settings.max_body_bytes == 2 * 2**20
+    assert settings.kv_transfer is None
     assert settings.api_key == "from the environment"
-    assert (settings.max_model_len, settings.media.max_frames, settings.max_new_tokens) == (
-        99,
-        11,
-        12,
-    )
-    assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (
-        0.5,
-        0.9,
-        8,
-        2,
-    )
-    assert (settings.media.max_decoded_bytes, settings.media.max_image_bytes) == (
-        4 * 2**20,
-        5 * 2**20,
-    )
-    assert (
-        settings.media.max_packets,
-        settings.media.fetch_seconds,
-        settings.media.max_media_bytes,
-    ) == (
-        9,
-        6,
-        3 * 2**20,
-    )
+    assert settings.max_model_len == 99
+    assert settings.media.max_frames == 11
+    assert settings.max_new_tokens == 12
+    assert settings.temperature == 0.5
+    assert settings.top_p == 0.9
+    assert settings.num_frames == 8
+    assert settings.fps == 2
+    assert settings.media.max_decoded_bytes == 4 * 2**20
+    assert settings.media.max_image_bytes == 5 * 2**20
+    assert settings.media.max_packets == 9
+    assert settings.media.fetch_seconds == 6
+    assert settings.media.max_media_bytes == 3 * 2**20
     assert (settings.media_dir, settings.media_hosts) == (tmp_path, {"media.example"})
     assert settings_of(parse_arguments(["demo"])) == ServerSettings(api_key="from the environment")
 

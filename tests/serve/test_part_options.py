@@ -8,7 +8,8 @@ from apbv.input.prompts.content import OTHER_FILE_OPTIONS
 
 from apbv_tests.servers import part, post, text
 
-CHAT, QUESTION = "/v1/chat/completions", text("which letter has the border: red")
+CHAT = "/v1/chat/completions"
+QUESTION = text("which letter has the border: red")
 
 
 def chat(*content, **fields) -> dict:
@@ -138,9 +139,8 @@ def test_options_that_are_not_followed_are_all_named(app):
         for video in forms(**options):
             reply = post(app, CHAT, **chat(video))
             error = reply.json()["error"]
-            assert reply.status_code == 400 and error["param"].startswith("messages.0.content.0"), (
-                error
-            )
+            assert reply.status_code == 400, error
+            assert error["param"].startswith("messages.0.content.0"), error
             assert all(name in error["message"] for name in options), error
     image = {
         "type": "image_url",
@@ -186,10 +186,8 @@ def test_options_that_are_not_followed_are_all_named(app):
 )
 def test_options_that_are_wrong_are_named(app, content, param):
     reply = post(app, CHAT, **chat(content))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (
-        400,
-        f"messages.0.content.0.{param}",
-    ), reply.text
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == f"messages.0.content.0.{param}", reply.text
 
 
 def test_fields_that_would_change_an_answer_are_refused(app):

@@ -16,7 +16,17 @@ from apbv.serve.protocols.replies import Replies
 from apbv.serve.protocols.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
-from apbv_tests.servers import HAND_OVER, InProcess, asking, chunks, data_url, part, post, text
+from apbv_tests.servers import (
+    HAND_OVER,
+    InProcess,
+    asking,
+    chunks,
+    data_url,
+    part,
+    post,
+    text,
+    token_ids_of,
+)
 
 PROMPT = "name the letters in order"
 CHAT = [{"role": "user", "content": "x"}]
@@ -45,19 +55,14 @@ def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
     )
     expected = app.engine.answer(request)
     (choice,) = whole["choices"]
-    assert choice["prompt_token_ids"] == prompt_ids and choice["token_ids"] == list(
-        expected.token_ids
-    )
-    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (
-        expected.text,
-        "length",
-        None,
-    )
-    assert (
-        whole["object"] == "text_completion"
-        and whole["id"].startswith("cmpl-")
-        and whole["model"] == "demo"
-    )
+    assert choice["prompt_token_ids"] == prompt_ids
+    assert choice["token_ids"] == list(expected.token_ids)
+    assert choice["text"] == expected.text
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    assert whole["object"] == "text_completion"
+    assert whole["id"].startswith("cmpl-")
+    assert whole["model"] == "demo"
     num = len(prompt_ids)
     assert whole["usage"] == {"prompt_tokens": num, "completion_tokens": 6, "total_tokens": num + 6}
     for prompt in ([PROMPT], prompt_ids, [prompt_ids]):
@@ -94,9 +99,8 @@ def test_a_stream_has_the_tokens_text_and_usage_of_the_whole_answer(app, path):
     def streamed(**options) -> list[dict]:
         return chunks(post(app, path, **fields, stream=True, **options))
 
-    *said, last = got = streamed(
-        stream_options={"include_usage": True, "continuous_usage_stats": True}
-    )
+    got = streamed(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *said, last = got
     assert last["choices"] == [] and last["usage"] == whole["usage"]
     counts = [chunk["usage"]["completion_tokens"] for chunk in said]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 9
@@ -110,16 +114,12 @@ def test_a_stream_has_the_tokens_text_and_usage_of_the_whole_answer(app, path):
     )
     assert told == (answer["message"]["content"] if is_chat else answer["text"])
     if is_chat:
-        assert (choices[0]["delta"], choices[-1]["delta"]) == (
-            {"role": "assistant", "content": ""},
-            {},
-        )
-    assert (
-        opening[0]["prompt_token_ids"] == owner["prompt_token_ids"]
-        and "prompt_token_ids" not in opening[1]
-    )
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert choices[-1]["delta"] == {}
+    assert opening[0]["prompt_token_ids"] == owner["prompt_token_ids"]
+    assert "prompt_token_ids" not in opening[1]
     ids = [choice.get("token_ids", []) for choice in choices]
-    assert [each for some in ids for each in some] == answer["token_ids"]
+    assert token_ids_of(choices) == answer["token_ids"]
     assert max(map(len, ids)) == 1, "each token comes as it is made"
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [
         "length"
@@ -174,12 +174,10 @@ def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to
         with ExitStack() as stack:
             order = handing_over.reader.read(request, stack).order
         chosen = order.settings.sampling
-        assert (order.hands_over, chosen.max_new_tokens, chosen.min_tokens, chosen.seed) == (
-            True,
-            1,
-            1,
-            2**64 - 5,
-        )
+        assert order.hands_over is True
+        assert chosen.max_new_tokens == 1
+        assert chosen.min_tokens == 1
+        assert chosen.seed == 2**64 - 5
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -330,14 +328,10 @@ def test_pages_of_listed_origins_alone_may_call():
 def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, prompt_ids):
     tokenizer = app.engine.tokenizer
     told = post(app, "/tokenize", prompt=PROMPT, return_token_strs=True).json()
-    assert (told["tokens"], told["token_strs"]) == (
-        prompt_ids,
-        tokenizer.convert_ids_to_tokens(prompt_ids),
-    )
-    assert (told["count"], told["max_model_len"]) == (
-        len(prompt_ids),
-        app.reader.max_model_len,
-    )
+    assert told["tokens"] == prompt_ids
+    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(prompt_ids)
+    assert told["count"] == len(prompt_ids)
+    assert told["max_model_len"] == app.reader.max_model_len
     assert post(app, "/detokenize", tokens=prompt_ids).json() == {
         "prompt": tokenizer.decode(prompt_ids)
     }
@@ -375,10 +369,8 @@ def test_a_requests_id_is_the_clients_and_each_is_one_line_of_the_log_without_wh
         refusal = post(app, path, {"X-Request-Id": "another"}, messages=asked)
         assert (refusal.status_code, refusal.headers["x-request-id"]) == (400, "another")
     answered, refused = (record.getMessage() for record in caplog.records)
-    assert (
-        answered.startswith("chatcmpl-router 200 length, ")
-        and " + 1 tokens, first token " in answered
-    )
+    assert answered.startswith("chatcmpl-router 200 length, ")
+    assert " + 1 tokens, first token " in answered
     error = refusal.json()["error"]
     assert refused.startswith(
         f"chatcmpl-another 400 invalid ({error['param']}: {error['message']}), total "

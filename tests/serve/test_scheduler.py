@@ -66,11 +66,16 @@ def figure(scheduler: Scheduler, name: str, **labels: str) -> float:
     return metric_in(scheduler.render_metrics().decode(), f"apbv:{name}", **labels)
 
 
+def of_hosts(scheduler: Scheduler, name: str) -> list[float]:
+    """A figure of each of three decode hosts."""
+    return [figure(scheduler, f"host_{name}", host=host) for host in "012"]
+
+
 def test_nothing_overtakes_what_does_not_fit_yet():
     books = scheduler(max_tokens=100)
-    first, large, small = (
-        ready(books, prompt, answer) for prompt, answer in ((20, 50), (20, 20), (20, 5))
-    )
+    first = ready(books, 20, 50)
+    large = ready(books, 20, 20)
+    small = ready(books, 20, 5)
     assert books.take(0) is first
     assert books.take(0) is None  # the small one would fit
     leave(books, first)
@@ -94,11 +99,8 @@ def test_a_decode_host_is_the_host_with_the_most_room_and_what_is_transferred_ne
     ):  # of equal ones the last
         jobs.append(ready(books, tokens - 1))
         assert books.take(0) is jobs[-1] and jobs[-1].decode_host == decode_host
-    per_host = [
-        [figure(books, f"host_{name}", host=host) for host in "012"]
-        for name in ("kv_cache_bytes", "answers")
-    ]
-    assert per_host == [[8 * 95, 8 * 80, 8 * 60], [3, 2, 1]]
+    assert of_hosts(books, "kv_cache_bytes") == [8 * 95, 8 * 80, 8 * 60]
+    assert of_hosts(books, "answers") == [3, 2, 1]
     assert figure(books, "kv_cache_bytes") == 8 * 235
     assert figure(books, "kv_cache_usage_perc") == pytest.approx(235 / 300)
     waiting = ready(books, 40)
@@ -109,11 +111,7 @@ def test_a_decode_host_is_the_host_with_the_most_room_and_what_is_transferred_ne
     assert books.take(0) is None  # it would fit on host 0
     leave(books, jobs[4])
     assert books.take(0) is handed and handed.decode_host is None
-    assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [
-        8 * 30,
-        8 * 90,
-        8 * 51,
-    ]
+    assert of_hosts(books, "kv_cache_bytes") == [8 * 30, 8 * 90, 8 * 51]
 
 
 def test_short_prompts_go_beside_long_ones_each_to_the_decode_host_with_the_fewest_to_prefill():
@@ -124,12 +122,8 @@ def test_short_prompts_go_beside_long_ones_each_to_the_decode_host_with_the_fewe
     handed = ready(books, 9, hands_over=True)
     pictured = ready(books, 7, media=["a picture"])
     taken = [books.take(0, is_short=True) for _ in range(5)]
-    assert taken == [*shorts[:4], pictured] and [job.decode_host for job in shorts[:4]] == [
-        1,
-        0,
-        1,
-        0,
-    ]
+    assert taken == [*shorts[:4], pictured]
+    assert [job.decode_host for job in shorts[:4]] == [1, 0, 1, 0]
     assert books.take(0, is_short=True) is None
     assert [books.take(0) for _ in range(3)] == [long, handed, None]
     shorts[1].record.first_token = 1.0  # its decode host has prefilled it
@@ -139,9 +133,12 @@ def test_short_prompts_go_beside_long_ones_each_to_the_decode_host_with_the_fewe
 
 
 def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch):
-    monkeypatch.setattr("apbv.serve.control.scheduler._PER_TOKEN", 0.0)
+    monkeypatch.setattr("apbv.serve.control.scheduler.SECONDS_PER_TOKEN", 0.0)
     books = scheduler(max_tokens=100, split_tokens=8)
-    first, early, second, late = (ready(books, prompt) for prompt in (60, 5, 70, 5))
+    first = ready(books, 60)
+    early = ready(books, 5)
+    second = ready(books, 70)
+    late = ready(books, 5)
     assert books.take(0) is first and books.take(0, is_short=True) is early
     assert books.take(0) is None and books.take(0, is_short=True) is None
     leave(books, first)
@@ -151,13 +148,8 @@ def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch)
 def test_the_number_of_answers_is_bounded_on_each_host():
     books = scheduler(num_decode_hosts=2, max_running=1)
     jobs = [ready(books, 5) for _ in range(3)]
-    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [
-        job.decode_host for job in jobs
-    ] == [
-        1,
-        0,
-        None,
-    ]
+    assert [books.take(0) for _ in jobs] == [*jobs[:2], None]
+    assert [job.decode_host for job in jobs] == [1, 0, None]
     leave(books, jobs[1])
     assert books.take(0) is jobs[2] and jobs[2].decode_host == 0
 
@@ -170,13 +162,8 @@ def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
     books = scheduler(max_tokens=10**6)
     lengths = {"long": 10_000, "early": 10, "mid": 500, "late": 11}
     jobs = {name: ready(books, length) for name, length in lengths.items()}
-    taken = [books.take(0) for _ in jobs]
-    assert [name for job in taken for name in jobs if jobs[name] is job] == [
-        "early",
-        "mid",
-        "long",
-        "late",
-    ]
+    for name in ("early", "mid", "long", "late"):
+        assert books.take(0) is jobs[name], name
 
 
 def test_who_waits_for_room_goes_on_when_there_is_some():
@@ -215,14 +202,15 @@ def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
     assert books.take(0) is next_one and figure(books, "kv_offers_waiting") == 0
     books.end_offer("another", "fetched", 800)  # before it is counted
     books.hold_offer("another", 800)
-    assert figure(books, "kv_offers_waiting") == 0 and figure(books, "kv_cache_bytes") == 8 * (
-        20 + 10
-    )
+    assert figure(books, "kv_offers_waiting") == 0
+    assert figure(books, "kv_cache_bytes") == 8 * (20 + 10)
 
 
 def test_answers_and_the_queue_are_bounded_by_number_but_not_what_is_handed_over():
     books = scheduler(max_running=1)
-    first, handed, second = ready(books, 5), ready(books, 5, hands_over=True), ready(books, 5)
+    first = ready(books, 5)
+    handed = ready(books, 5, hands_over=True)
+    second = ready(books, 5)
     assert [books.take(0) for _ in range(3)] == [first, handed, None]
     leave(books, handed)
     assert books.take(0) is None
@@ -271,7 +259,7 @@ def test_what_counts_is_what_buffers_take(app):
     member = batch.join(begin_answer(engine.parts, state, order.request(engine.hosts, [])))
     while len(batch):
         if member.kv is not None:  # from the first step on
-            taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))
+            taken.append(sum(k.nbytes + v.nbytes for k, v in member.kv.buffers))
         batch.step()
     assert (
         (state.num_tokens + 300) * limits.token_bytes

@@ -23,7 +23,7 @@ async def trickle(went_on: asyncio.Event, first: bytes = b"{"):
 @pytest.mark.parametrize("bound", ["number", "bytes"])
 def test_half_read_bodies_take_no_place_and_give_way_to_others(app: InProcess, monkeypatch, bound):
     """The oldest first, and where there are more of them than the queue has places."""
-    monkeypatch.setattr("apbv.serve.http.bodies._MOST", 8 if bound == "number" else 2**20)
+    monkeypatch.setattr("apbv.serve.http.bodies.MOST_HALF_READ", 8 if bound == "number" else 2**20)
     first = b"{" if bound == "number" else b"{" + b" " * 2**19
 
     async def ask_beside() -> list[int]:
@@ -74,7 +74,7 @@ def address():
 
 def test_headers_have_to_come_within_a_time(monkeypatch, address):
     """Also behind an answer, on a connection that is kept."""
-    monkeypatch.setattr("apbv.serve.http.connections._HEADER_SECONDS", 0.2)
+    monkeypatch.setattr("apbv.serve.http.connections.HEADER_SECONDS", 0.2)
     for begun in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
         with socket.create_connection(address, HANGING) as client:
             client.sendall(begun)

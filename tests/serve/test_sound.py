@@ -31,9 +31,9 @@ def asked(app: InProcess, *content: dict, **options) -> tuple[int, str | dict]:
     messages = [{"role": "user", "content": [*content, text("What?")]}]
     reply = post(app, "/v1/chat/completions", messages=messages, max_tokens=5, **options)
     said = reply.json()
-    return reply.status_code, said["error"] if "error" in said else said["choices"][0]["message"][
-        "content"
-    ]
+    if "error" in said:
+        return reply.status_code, said["error"]
+    return reply.status_code, said["choices"][0]["message"]["content"]
 
 
 def test_sound_comes_by_url_or_inline_or_with_a_video(hearing):

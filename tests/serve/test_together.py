@@ -122,9 +122,8 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
     endless.wait_until("apbv:num_requests_waiting", 1)
     for process in endless.processes:  # as torchrun does
         os.kill(process.pid, signal.SIGTERM)
-    assert (
-        isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
-    )
+    assert isinstance(waiting.end(), openai.InternalServerError)
+    assert waiting.error.status_code == 503
     assert exit_statuses(endless.processes) == [0, 0], endless.errors()
     assert all("stopping" in str(answer.end()) for answer in answers)
 

@@ -3,8 +3,9 @@ loop."""
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import count
+from itertools import chain, count
 from types import SimpleNamespace
 
 import jsonschema
@@ -23,7 +24,16 @@ from apbv.serve.formats.tool_calls import HERMES, LLAMA, ToolCallParser, call_fo
 from apbv.serve.protocols.request_reader import Reader
 
 from apbv_tests import families
-from apbv_tests.servers import HAND_OVER, InProcess, chunks, part, post, text
+from apbv_tests.servers import (
+    HAND_OVER,
+    InProcess,
+    choices_at,
+    chunks,
+    part,
+    post,
+    text,
+    token_ids_of,
+)
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "name the letters in order"}]}
@@ -80,12 +90,31 @@ THOUGHT = (
 AS_F = ("f", '{"x": "ü"}')
 AS_G = ("g", '{"of": [1, {}]}')
 TAGS = written(HERMES, "f", {"x": "</tool_call> <tool_call>{}"})
+
+
+def broken_calls(form) -> list[str]:
+    """What looks like calls of this form, and is none."""
+    return [
+        written(form, "f", [1]),
+        written(form, "f", "{}"),
+        written(form, "f", {"x": float("nan")}),
+        written(form, 7, {}),
+        written(form, "f", {}).replace("{}", '{"x": "\\ud800"}'),
+        written(form, "f", {}).replace("{}", "[" * 9999),
+        written(form, "f", {}).replace("{}", "9" * 5000),
+        written(form, "f", {}).replace(form.key, "others"),
+        f"{form.opening}[]{form.closing}",
+    ]
+
+
+def answers_without_a_call() -> Iterator[tuple]:
+    for form in HOW:
+        for said in ("", " ", "a b\n", "{", "x{}", "<tool_call", "; ", *broken_calls(form)):
+            yield form, said, said, []
+
+
 ANSWERS = [
-    *(
-        (form, said, said, [])
-        for form in HOW
-        for said in ("", " ", "a b\n", "{", "x{}", "<tool_call", "; ")
-    ),
+    *answers_without_a_call(),
     (HERMES, F, "", [AS_F]),
     (HERMES, f"Look.\n\n{F}\n{G}\n", "Look.", [AS_F, AS_G]),
     (HERMES, f"{F}{G} so\n", " so\n", [AS_F, AS_G]),
@@ -114,21 +143,6 @@ ANSWERS = [
     (LLAMA, f"so {LF}", f"so {LF}", []),
     (LLAMA, LF.replace("parameters", "arguments"), "", [AS_F]),
     (LLAMA, LF[:-1], LF[:-1], []),
-    *(
-        (form, text, text, [])
-        for form in HOW
-        for text in (
-            written(form, "f", [1]),
-            written(form, "f", "{}"),
-            written(form, "f", {"x": float("nan")}),
-            written(form, 7, {}),
-            written(form, "f", {}).replace("{}", '{"x": "\\ud800"}'),
-            written(form, "f", {}).replace("{}", "[" * 9999),
-            written(form, "f", {}).replace("{}", "9" * 5000),
-            written(form, "f", {}).replace(form.key, "others"),
-            f"{form.opening}[]{form.closing}",
-        )
-    ),
 ]
 
 
@@ -161,14 +175,10 @@ def test_a_thought_that_the_prompt_began_has_no_calls(form, tag):
 def test_a_prompt_ends_in_a_thought_or_not():
     for tag, end in CLOSING_TAGS.items():
         assert opened_thought(f"x{end} {tag}\n") == tag
-        assert (
-            opened_thought("x", ["a", f"b {tag}c"]) == tag
-            and opened_thought("x", [f"{end}{tag}"]) == tag
-        )
-        assert (
-            opened_thought(f"{tag}x{end}\n\n") is None
-            and opened_thought(f"what is {tag}?\nassistant:") is None
-        )
+        assert opened_thought("x", ["a", f"b {tag}c"]) == tag
+        assert opened_thought("x", [f"{end}{tag}"]) == tag
+        assert opened_thought(f"{tag}x{end}\n\n") is None
+        assert opened_thought(f"what is {tag}?\nassistant:") is None
         assert opened_thought("x", [f"{tag}b{end}c"]) is None
     assert opened_thought("x") is None
 
@@ -181,9 +191,9 @@ def test_only_functions_that_are_offered_are_called(form):
     assert parsed(form, asked[1:], names={"f"}) == ("", [("f", '{"age": 2}')])
     parser = ToolCallParser(form, names={"f"})
     said, calls = parser.add(asked[0])
-    assert asked[0].startswith(said) and said and not calls, (
-        "text that is not a call is not held back"
-    )
+    assert asked[0].startswith(said), "text that is not a call is not held back"
+    assert said, "text that is not a call is not held back"
+    assert not calls, "text that is not a call is not held back"
 
 
 def test_text_that_only_mentions_a_tag_is_not_held_back():
@@ -217,9 +227,8 @@ def test_well_formed_calls_are_those_of_a_plain_pattern():
             expected = [
                 (each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in found
             ]
-            assert parsed(HERMES, [answer]) == (before.rstrip(), expected) and len(found) == len(
-                calls
-            )
+            assert parsed(HERMES, [answer]) == (before.rstrip(), expected)
+            assert len(found) == len(calls)
             assert parsed(HERMES, [answer], max_calls=1) == (before.rstrip(), expected[:1])
 
 
@@ -248,15 +257,12 @@ def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
     odd = ('a "b"/ü.é', {"at": "x"})
     for calls in ([first], [odd], [("now", {})], [first, odd], [odd, odd, first]):
         said = form.separator.join(written(form, *call) for call in calls)
-        assert (
-            allows(said)
-            and allows(said, schema=COUNT)
-            and allows(said, is_single=True) == (len(calls) == 1)
-        )
-        assert parsed(form, [said]) == (
-            "",
-            [(name, json.dumps(arguments)) for name, arguments in calls],
-        )
+        assert allows(said)
+        assert allows(said, schema=COUNT)
+        assert allows(said, is_single=True) == (len(calls) == 1)
+        content, found = parsed(form, [said])
+        assert content == ""
+        assert found == [(name, json.dumps(arguments)) for name, arguments in calls]
     wrong = [
         ("other", {}),
         ("first", {}),
@@ -296,7 +302,8 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
         matcher.take(token)
     special = tokenizer.convert_tokens_to_ids(HERMES.opening)
     assert call[0] == special and special in tokenizer.all_special_ids
-    pieces, calls = [], [*tokenizer.encode("é "), *call, eos]
+    pieces = []
+    calls = [*tokenizer.encode("é "), *call, eos]
     for shown, expected in (
         ((special,), "é " + tokenizer.decode(call)),
         ((), "é " + tokenizer.decode(call[1:])),
@@ -371,19 +378,20 @@ def app(engine, media, form):
 def script(app, monkeypatch):
     """What the model is made to say, request by request, unless it has to call."""
     said = []
-    constraint = Reader._constraint
+    constraint = Reader.constraint_of
 
     def scripted(reader, request, is_wanted):
         if request.tool_choice in (None, "auto", "none"):
             return {"grammar": f"start: {quoted(said.pop(0))}"}
         return constraint(reader, request, is_wanted)
 
-    monkeypatch.setattr(Reader, "_constraint", scripted)
+    monkeypatch.setattr(Reader, "constraint_of", scripted)
     return said
 
 
 def ask(app, **fields) -> dict:
-    reply = post(app, CHAT, **{**ASK, "tools": TOOLS, "max_tokens": 400, **fields})
+    body = {**ASK, "tools": TOOLS, "max_tokens": 400, **fields}
+    reply = post(app, CHAT, **body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -412,30 +420,22 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
             message = choice["message"]
             reason = "tool_calls" if calls else "stop"
             said = before.rstrip() + after if calls else answer
-            assert (message["content"], functions_of(message), choice["finish_reason"]) == (
-                said,
-                calls,
-                reason,
-            )
-            own = [
-                chunk["choices"][0]
-                for chunk in streamed
-                if chunk["choices"][0]["index"] == choice["index"]
-            ]
+            assert message["content"] == said
+            assert functions_of(message) == calls
+            assert choice["finish_reason"] == reason
+            own = choices_at(choice["index"], streamed)
             deltas = [each["delta"] for each in own]
             assert "".join(delta.get("content", "") for delta in deltas) == said
-            told = [call for delta in deltas for call in delta.get("tool_calls", ())]
-            assert [call["function"] for call in told] == calls and own[-1][
-                "finish_reason"
-            ] == reason
+            told = list(chain.from_iterable(delta.get("tool_calls", ()) for delta in deltas))
+            assert [call["function"] for call in told] == calls
+            assert own[-1]["finish_reason"] == reason
             assert [call["index"] for call in told] == list(range(len(calls)))
             assert all(call["id"] and call["type"] == "function" for call in told)
-            assert [token for each in own for token in each.get("token_ids", ())] == choice[
-                "token_ids"
-            ]
-            logprobs = [
-                token for each in own if each["logprobs"] for token in each["logprobs"]["content"]
-            ]
+            assert token_ids_of(own) == choice["token_ids"]
+            logprobs = []
+            for each in own:
+                if each["logprobs"]:
+                    logprobs += each["logprobs"]["content"]
             assert len(logprobs) == len(choice["logprobs"]["content"]) == len(choice["token_ids"])
             if calls:
                 early = [delta for delta in deltas if delta.get("content")]
@@ -448,11 +448,8 @@ def test_an_answer_of_calls_alone_has_no_content_and_one_cut_short_is_text(app, 
     whole = ask(app)["choices"][0]
     assert whole["message"]["content"] is None and len(whole["message"]["tool_calls"]) == 1
     (cut,) = ask(app, max_tokens=9)["choices"]
-    assert cut["finish_reason"] == "length" and cut["message"].keys() == {
-        "role",
-        "content",
-        "refusal",
-    }
+    assert cut["finish_reason"] == "length"
+    assert cut["message"].keys() == {"role", "content", "refusal"}
     assert cut["message"]["content"] and call.startswith(cut["message"]["content"])
     handed = post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stop=["no"])
     assert handed.json()["choices"][0]["message"]["content"] == call.split("no")[0]
@@ -475,14 +472,11 @@ def test_a_thought_calls_no_tool(app, script, form):
             script += [answer + rest] * 2
             (choice,) = ask(app, **fields)["choices"]
             content = answer if calls else answer + rest
-            assert (choice["message"]["content"], len(functions_of(choice["message"]))) == (
-                content,
-                calls,
-            )
+            assert choice["message"]["content"] == content
+            assert len(functions_of(choice["message"])) == calls
             assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-            streamed = chunks(
-                post(app, CHAT, **{**ASK, **fields}, tools=TOOLS, max_tokens=400, stream=True)
-            )
+            body = {**ASK, **fields, "tools": TOOLS, "max_tokens": 400}
+            streamed = chunks(post(app, CHAT, **body, stream=True))
             deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
             assert "".join(delta.get("content", "") for delta in deltas) == content
             assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == calls
@@ -505,11 +499,9 @@ def test_a_call_that_is_required_is_made(app, script):
     asked = {"temperature": 1.5, "seed": 3}
     for choice in ask(app, tool_choice="required", n=2, **asked)["choices"]:
         called = functions_of(choice["message"])
-        assert (
-            called
-            and choice["finish_reason"] == "tool_calls"
-            and choice["message"]["content"] is None
-        )
+        assert called
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
         assert {function["name"] for function in called} <= set(SCHEMAS)
     (one,) = ask(app, tool_choice="required", parallel_tool_calls=False, **asked)["choices"]
     assert len(functions_of(one["message"])) == 1
@@ -621,11 +613,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), [(*row, "")[:3] for row in REFUSED])
 def test_what_is_wrong_with_tools_is_named(app, fields, param, message):
-    reply = post(app, CHAT, **{**ASK, **fields})
+    body = {**ASK, **fields}
+    reply = post(app, CHAT, **body)
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], (
-        error
-    )
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert message in error["message"], error
 
 
 def test_a_model_whose_template_knows_no_tools_takes_none(engine, monkeypatch):

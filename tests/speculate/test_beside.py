@@ -17,8 +17,10 @@ from apbv import (
     SpeculativeConfig,
 )
 from apbv.prefilling.prefiller import Prefiller
+from apbv.request.request import Question, Request
 from apbv.speculate.drafters.drafters import ModelDrafter
 from apbv.speculate.loops.link import Link
+from apbv.stats import StageTimer
 
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.patience import HANGING, wait_for
@@ -37,7 +39,10 @@ REPEATING = SamplingParams(max_new_tokens=9, repetition_penalty=1.6)
 def engine_of(
     hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill
 ) -> Engine:
-    speculate = way and SpeculativeConfig(**{"draft_host": True, "keep_losing_draft": True, **way})
+    speculate = None
+    if way is not None:
+        settings = {"draft_host": True, "keep_losing_draft": True, **way}
+        speculate = SpeculativeConfig(**settings)
     return build_engine(hosts, "qwen2_5_vl", kv, speculate, draft_seed, **prefill)
 
 
@@ -73,8 +78,9 @@ def engine_job(hosts: HostGroup, ways: list[dict], request: dict) -> list:
 def unbatched_job(hosts: HostGroup) -> list[str]:
     """What the engine says of batches, which neither side has."""
     engine = engine_of(hosts, WAYS[0])
+    request = Request(Question(QUESTION), StageTimer(engine.hosts))
     said = []
-    for call in (engine.batch, lambda: engine._decode_loop.begin(None, None), engine.alone):
+    for call in (engine.batch, lambda: engine.begin(request), engine.alone):
         with pytest.raises(InvalidConfigError) as raised:
             call()
         said.append(str(raised.value))
@@ -95,10 +101,8 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain):
             if host:
                 assert stats["role"] == "draft" and stats["num_drafted"] > 0
             else:
-                assert (
-                    "role" not in stats
-                    and stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
-                )
+                assert "role" not in stats
+                assert stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
 
 
 def reduced_job(hosts: HostGroup, request: dict) -> dict:
@@ -124,9 +128,8 @@ def test_a_draft_host_penalises_as_the_target_does(pool, request_, num_frames, s
     del request["max_new_tokens"]
     engine = engine_of(HostGroup.single(), None)
     expected = engine.generate(QUESTION, **request).token_ids
-    plain = engine.generate(
-        QUESTION, **{**request, "sampling": SamplingParams(max_new_tokens=9)}
-    ).token_ids
+    unpenalised = dict(request, sampling=SamplingParams(max_new_tokens=9))
+    plain = engine.generate(QUESTION, **unpenalised).token_ids
     (stats, _), _ = pool.run(2, own_draft_job, WAYS[0], request)
     assert stats["token_ids"] == expected
     assert sampling is not PENALISED or expected != plain
@@ -140,17 +143,20 @@ def own_draft_job(hosts: HostGroup, way: dict, request: dict):
         ModelDrafter, "prune_prompt", autospec=True, side_effect=prune_prompt
     ) as noted:
         stats = engine_of(hosts, way, 0).generate(QUESTION, **request).stats
-    return stats, [row for call in noted.call_args_list for row in call.args[1].tolist()]
+    kept = []
+    for call in noted.call_args_list:
+        (_, rows) = call.args
+        kept += rows.tolist()
+    return stats, kept
 
 
 @pytest.mark.parametrize("begins", [None, {"prune": "kv"}], ids=str)
 def test_a_draft_that_is_the_target_is_always_right(pool, request_, begins):
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
-    way = (
-        {"strategy": "vanilla"}
-        if begins is None
-        else {"strategy": "hippo", "keep_ratio": 1.0, **begins}
-    )
+    if begins is None:
+        way = {"strategy": "vanilla"}
+    else:
+        way = {"strategy": "hippo", "keep_ratio": 1.0, **begins}
     (stats, _), (_, pruned) = pool.run(2, own_draft_job, way, request_)
     # The prompt's last token is not among them: it is run again, so that its logits begin the
     # answer.
@@ -162,9 +168,8 @@ def test_a_draft_that_is_the_target_is_always_right(pool, request_, begins):
     # Where scores are awaited the first window ends when they come.
     shortened = int(begins is not None)
     assert figures["num_target_forwards"] <= 2 + shortened
-    assert (
-        figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
-    )
+    assert figures["mean_accepted_tokens"] == figures["num_accepted"]
+    assert figures["draft_seconds"] > 0
 
 
 DIFFERENT = [
@@ -178,12 +183,12 @@ DIFFERENT = [
 def different_job(hosts: HostGroup, request: dict) -> None:
     for settings in DIFFERENT:
         engine = engine_of(hosts, WAYS[0])
-        given = request | (settings if hosts.rank else {})
+        is_draft = hosts.rank == 1
+        given = {**request, **settings} if is_draft else request
         with pytest.raises(ValueError, match="the draft host has other settings for this request"):
             engine.generate(QUESTION, **given)
-        assert engine.generate(QUESTION, **request).stats[
-            "num_drafted" if hosts.rank else "speculation"
-        ]
+        stats = engine.generate(QUESTION, **request).stats
+        assert stats["num_drafted" if is_draft else "speculation"]
 
 
 def test_a_draft_host_with_other_settings_is_an_error_on_both_sides(pool, request_):
@@ -198,12 +203,13 @@ def test_a_draft_host_with_other_settings_is_an_error_on_both_sides(pool, reques
 def lost_draft_job(hosts: HostGroup, way: dict, request: dict, place: tuple, most: int):
     """What becomes of a request whose draft fails, and what is warned of."""
     engine = engine_of(hosts, way)
+    request = dict(request, max_new_tokens=most)
     (where, name) = place
     where = import_module(where) if isinstance(where, str) else where
     with patch.object(where, name, out_of_memory), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            answer = engine.generate(QUESTION, **{**request, "max_new_tokens": most})
+            answer = engine.generate(QUESTION, **request)
         except RuntimeError as error:
             return str(error)
     said = [str(warning.message) for warning in caught if "draft host" in str(warning.message)]
@@ -244,7 +250,13 @@ def prefill_job(
     engine = engine_of(hosts, way, passing_len=4, **settings)
     begun = folder / "begun"
     calls = []
+    links = []
     send_first = Link.send_first
+    begin = Link.begin
+
+    def begun_link(link, *args) -> None:
+        links.append(link)
+        begin(link, *args)
 
     def stand_still(*args) -> None:
         calls.append(layer)
@@ -255,15 +267,13 @@ def prefill_job(
         layers = engine.model.get_decoder().layers
         layers[layer].register_forward_pre_hook(stand_still)
         # The draft has read the request, too, before the target begins.
-        layers[0].register_forward_pre_hook(
-            lambda *args: wait_for(engine._decode_loop._pair.link.answer.ready)
-        )
+        layers[0].register_forward_pre_hook(lambda *args: wait_for(links[-1].answer.ready))
 
     def noted(self, *args) -> None:
         send_first(self, *args)
         begun.touch()
 
-    with patch.object(Link, "send_first", noted):
+    with patch.object(Link, "send_first", noted), patch.object(Link, "begin", begun_link):
         return [engine.generate(QUESTION, **request).token_ids for _ in range(2)]
 
 

@@ -3,6 +3,7 @@ token changes."""
 
 import math
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -119,7 +120,7 @@ def pooled_before_the_projector(model, batch: dict, inputs: ModelInputs) -> tupl
         grids = features.unflatten(1, (side, side)).movedim(-1, 1)
         means = functional.avg_pool2d(grids, 2, ceil_mode=True, count_include_pad=False)
         projected = base.multi_modal_projector(means.movedim(1, -1))  # [tiles, cells, cells, d]
-        tokens = [(0, row, column) for row in range(side) for column in range(side)]
+        tokens = [(0, row, column) for row, column in product(range(side), range(side))]
         if pixels.dim() == 4:
             tokens += tokens_of_tiles(config, batch["image_sizes"][number], side)
         seen = set()
@@ -216,11 +217,20 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
     prompt = PROMPTS[family](family)
     model, drafter, alone = ensemble_of(family, "MTCP", SamplingParams(), *prompt)
     assert len({ids.shape[1] for ids, *_ in alone}) >= 3  # ragged
-    for tokens, part in (([5, 6, 7], [5, 6, 7]), ([5, 6, 7, 8], [8])):
-        rows = drafter._run_contexts(part)
-        drafter._num_cached += len(part)
+    logits = []
+    run_contexts = drafter.run_contexts
+
+    def noted(tokens):
+        logits.append(run_contexts(tokens))
+        return logits[-1]
+
+    drafter.run_contexts = noted
+    for tokens, num_new in (([5, 6, 7], 3), ([5, 6, 7, 8], 1)):
+        drafter.propose(tokens, Tree.chain(1))
+        rows = logits.pop()
+        assert not logits and rows.shape[1] == num_new
         for row, context in zip(rows, alone, strict=True):
-            expected = said_alone(model, *context, tokens)[-len(part) :]
+            expected = said_alone(model, *context, tokens)[-num_new:]
             torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -235,12 +245,16 @@ def rule_by_brute_force(ensemble: str, said: list[tuple[list, list]]) -> list[fl
         return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
     def mix(weights, q):
-        return [
-            sum(w * row[v] for w, row in zip(weights, q, strict=True)) for v in range(len(q[0]))
-        ]
+        mixed = [0.0] * len(q[0])
+        for weight, row in zip(weights, q, strict=True):
+            mixed = [total + weight * part for total, part in zip(mixed, row, strict=True)]
+        return mixed
+
+    def divergence_from(context):
+        return sum(kl(p, q[context]) for p, q in said)
 
     if ensemble == "MTCP*":
-        errors = [max(sum(kl(p, q[i]) for p, q in said), 1e-6) for i in range(4)]
+        errors = [max(divergence_from(context), 1e-6) for context in range(4)]
         highest = max(1 / e for e in errors)
         scores = [math.exp(1 / e - highest) for e in errors]
         return [score / sum(scores) for score in scores]
@@ -261,7 +275,8 @@ def test_weights_go_by_the_divergence_from_the_target_alone(ensemble, policy):
     for _ in range(12):
         logits = 2 * torch.randn(9).double()
         noisy = logits + torch.arange(1, len(ensemble))[:, None] * torch.randn(len(ensemble) - 1, 9)
-        p, q = torch.softmax(logits, -1), torch.softmax(noisy, -1)
+        p = torch.softmax(logits, -1)
+        q = torch.softmax(noisy, -1)
         policy.learn(p, q)
         said.append((p.tolist(), q.tolist()))
         assert policy.choose().tolist() == pytest.approx(

@@ -1,5 +1,7 @@
 """Drafts that see what is chosen from the frames alone: HIPPO's Figure 7, as plain loops."""
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -48,6 +50,10 @@ def at_transitions(frames: torch.Tensor, num_kept: int) -> list[int]:
 CHOSEN_FRAMES = {"frames": spaced, "transitions": at_transitions}
 
 
+def tokens_of_frame(frame: int) -> range:
+    return range(frame * SIZE, (frame + 1) * SIZE)
+
+
 def film_job(hosts: HostGroup, name: str, count: int) -> list[int]:
     shares = tuple(split_evenly(range(NUM_FRAMES), hosts.size))
     mine = shares[hosts.rank]
@@ -60,10 +66,10 @@ def film_job(hosts: HostGroup, name: str, count: int) -> list[int]:
 def test_whole_frames_are_kept(pool, name, num_hosts):
     for num_kept in (1, 4, NUM_FRAMES):
         frames = CHOSEN_FRAMES[name](film(), num_kept)
-        expected = [frame * SIZE + token for frame in frames for token in range(SIZE)]
+        expected = list(chain.from_iterable(map(tokens_of_frame, frames)))
         # What is left of the budget buys no further frame.
         of_hosts = pool.run(num_hosts, film_job, name, num_kept * SIZE + SIZE - 1)
-        assert [place for places in of_hosts for place in places] == expected
+        assert list(chain.from_iterable(of_hosts)) == expected
     assert at_transitions(film(), 4) == [0, 4, 5, 9]
 
 

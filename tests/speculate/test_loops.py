@@ -70,28 +70,29 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 
     def check(loop, *shape, most: int = STEPS, end: tuple[int, ...] = ()):
         decoder, state, look = fresh()
-        shown, by = [], SamplingParams(max_new_tokens=most, **drawn)
+        shown = []
+        by = SamplingParams(max_new_tokens=most, **drawn)
         tokens, stats = loop(answer_by(decoder, state, by, end, shown.append), plain, *shape)
         expected = plain[: plain.index(end[0]) + 1] if end else plain[:most]
         assert tokens == shown == expected, (loop, shape)
         cache = look()
-        return (
-            stats,
-            tokens,
-            None if cache is None else [(layer.keys, layer.values) for layer in cache.layers],
-        )
+        if cache is None:
+            return stats, tokens, None
+        return stats, tokens, [(layer.keys, layer.values) for layer in cache.layers]
 
     left = []
     ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
-    # A chain draws with other numbers.
-    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES]))[
-        bool(drawn) :
-    ]:
+    loops = {tree: [(pattern,) for pattern in BRANCHES]}
+    if not drawn:  # a chain draws with other numbers
+        loops = {chain: CHAINS, **loops}
+    for loop, shapes in loops.items():
         runs = {shape: check(loop, *shape) for shape in shapes}
         left.append(runs[shapes[-1]][1:])
         for most in (1, 5, 7):  # before, in and behind a window, or a tree
             check(loop, *shapes[-1], most=most)
-        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends[:2]][-1][1:])
+        for place in ends[:2]:
+            to_an_end = check(loop, *shapes[-1], end=(plain[place],))
+        left.append(to_an_end[1:])
         worst, best = (runs[shape][0] for shape in shapes[:2])
         assert best.num_target_forwards == -(-(STEPS - 1) // 6)
         assert worst.num_target_forwards == STEPS - 1 and worst.num_accepted == 0
@@ -105,7 +106,8 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 )
 def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv, drawn):
     left, *others = pool.run(num_hosts, loops_job, family, kv, drawn)
-    assert all(result == [(tokens, None) for tokens, _ in left] for result in others)
+    without_kv = [(tokens, None) for tokens, _ in left]
+    assert all(result == without_kv for result in others)
     # The KV of a prefill of the same tokens, the last one aside, by the model itself.
     model = build(family, torch.float64)
     (batch, query_start) = prompt(family)

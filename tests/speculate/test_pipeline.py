@@ -119,7 +119,11 @@ def check(results, runs: list[dict]) -> list:
 
 
 def counted(function, calls: list):
-    return lambda *args: calls.append(1) or function(*args)
+    def noted(*args):
+        calls.append(1)
+        return function(*args)
+
+    return noted
 
 
 def failing_target_job(hosts: HostGroup) -> str:
@@ -150,9 +154,8 @@ def fails_at(number: int):
 
 def test_a_draft_host_hears_of_a_target_that_fails(pool):
     target, draft = pool.run(2, failing_target_job)
-    assert (
-        target == "RuntimeError: out of memory" and draft == "HostError: the target's hosts failed"
-    )
+    assert target == "RuntimeError: out of memory"
+    assert draft == "HostError: the target's hosts failed"
 
 
 RUNS = [
@@ -167,9 +170,8 @@ RUNS += [{"end": place, "gamma": 4} for place in (1, 4, 5)]
 
 
 def test_a_pipeline_changes_no_token(pool):
-    all_right, none, one, *_ = (
-        stats for _, stats, *_ in check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS)
-    )
+    answers = check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS)
+    all_right, none, one, *_ = [stats for _, stats, *_ in answers]
     # Five at a time once the pipeline runs, up to three times as many at first; one where nothing
     # is right.
     assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5
@@ -187,11 +189,9 @@ def test_a_losing_draft_host_rests_until_the_next_request(pool):
     ]
     *lost, kept = check(pool.run(3, pipeline_job, "gathered", runs), runs)
     for _, stats, _, said in lost:
-        assert (
-            len(said) == 1
-            and "longer than without" in stats.switched_off
-            and stats.num_drafted < 3 * STEPS
-        )
+        assert len(said) == 1
+        assert "longer than without" in stats.switched_off
+        assert stats.num_drafted < 3 * STEPS
         assert stats.lost_draft is None and stats.num_target_forwards == STEPS - 1
     assert kept[1].switched_off is None and not kept[3]
 
@@ -215,7 +215,8 @@ class LocalChannel:
         self._messages = messages
         self._timeout = timeout
         self._received: dict[int, Tensor] = {}
-        self._num_requested = self._num_received = 0
+        self._num_requested = 0
+        self._num_received = 0
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message
@@ -224,7 +225,7 @@ class LocalChannel:
             self._messages.put(tensor.clone())
             return Pending(lambda: tensor)
         number = self._num_requested
-        self._num_requested = self._num_requested + 1
+        self._num_requested += 1
 
         def finish() -> Tensor:
             if not self._fetch(number, self._timeout):
@@ -247,14 +248,21 @@ class LocalChannel:
         return True
 
 
-def links(window: int, drawn: bool = False) -> list[Link]:
+def ends_of_link() -> list[Link]:
+    """Both ends between two threads: the target's and the draft's."""
+    ways = (queue.Queue(), queue.Queue())
+    ends = []
+    for rank in (0, 1):
+        channels = [LocalChannel(rank, messages, HANGING) for messages in ways]
+        ends.append(Link(*channels))
+    return ends
+
+
+def links(window: int) -> list[Link]:
     """Both ends between two threads, which have agreed on a request."""
-    queues = queue.Queue(), queue.Queue()
-    ends = [
-        Link(*(LocalChannel(rank, messages, HANGING) for messages in queues)) for rank in (0, 1)
-    ]
+    ends = ends_of_link()
     for link in ends:
-        link.begin(True, window, 4, drawn)
+        link.begin(True, window, 4, False)
     assert all(link.other_is_ready() for link in ends)
     return ends
 
@@ -262,7 +270,8 @@ def links(window: int, drawn: bool = False) -> list[Link]:
 @pytest.mark.parametrize(("stops", "windows"), [(True, [3, 3, 3]), (False, [12, 4, 3])])
 def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
     """And once it is known that the answer has ended, or goes on otherwise, none is longer."""
-    (target, draft), verdicts = links(4), iter([GO_ON, GO_ON, DONE])
+    target, draft = links(4)
+    verdicts = iter([GO_ON, GO_ON, DONE])
 
     def stream(sequence):
         for place in range(100):
@@ -289,12 +298,15 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
             said += proposal.tokens
             yield proposal.tokens[0], proposal.q[0]
 
-    target, draft = links(gamma, drawn=True)
+    target, draft = ends_of_link()
+    pair = Pair(None, False, target)
+    config = SpeculativeConfig(draft_host=True, num_draft_tokens=gamma)
+    for each in (pair, Pair(None, True, draft)):
+        with each.beginning(config, 4, drawn=True):
+            pass  # neither side has anything to read
     sampling = SamplingParams(max_new_tokens=most, temperature=1.0, seed=seed)
     with ThreadPoolExecutor(1) as executor:
         drafting = executor.submit(draft_beside, draft, Draft(SimpleNamespace(stream=stream), 0), 0)
-        pair = Pair(None, False, target)
-        pair._other_takes_part = True
         tokens, _ = generate_beside_draft(model.answer(sampling), pair, Pace(gamma))
         assert drafting.result()[0] == tokens
     return tokens
@@ -303,7 +315,8 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
 def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(monkeypatch):
     """The target itself drafts and is always right: so every part begins where the one before
     ended."""
-    parts, model = [], TableModel(tables(4), tables(4))
+    parts = []
+    model = TableModel(tables(4), tables(4))
 
     def listened(proposal, logits, index, sampling):
         parts.append((index, len(proposal.tokens)))

@@ -99,9 +99,8 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings, 
     by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
     # ParallelVLM's Eq. 3 as printed. The inputs of the last of 3 layers are the deepest states that
     # count: L is clamped.
-    similar = [
-        sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)
-    ]
+    changes = [cosines[1] - cosines[0], cosines[2] - cosines[1]]
+    similar = [changes[0].sum(dim=1), (changes[0] + changes[1]).sum(dim=1)]
     for attention, heads, *others in pool.run(
         num_hosts, watched_job, family, settings, most_scores
     ):

@@ -38,11 +38,13 @@ QUESTIONS = (QUESTION, "And who is it that comes in?", "Why?")
 
 
 def config_of(way: dict) -> SpeculativeConfig:
-    return SpeculativeConfig(**{"keep_losing_draft": True, "num_draft_tokens": GAMMA, **way})
+    settings = {"keep_losing_draft": True, "num_draft_tokens": GAMMA, **way}
+    return SpeculativeConfig(**settings)
 
 
 def engine_of(hosts: HostGroup, kv: str, way: dict | None):
-    return build_engine(hosts, FAMILY, kv, way and config_of(way), layers=LAYERS, **EXACT)
+    speculate = None if way is None else config_of(way)
+    return build_engine(hosts, FAMILY, kv, speculate, layers=LAYERS, **EXACT)
 
 
 @cache
@@ -119,7 +121,7 @@ def batch_job(hosts: HostGroup, clip: str, kv: str, way: dict):
     which tokens."""
     engine = engine_of(hosts, kv, way)
     drafted = []
-    decide = speculative_batch._decide
+    decide = speculative_batch.decide
 
     def noted(answer, window, rows):
         prompt = answer.prompt_ids.tolist()
@@ -127,7 +129,7 @@ def batch_job(hosts: HostGroup, clip: str, kv: str, way: dict):
         return decide(answer, window, rows)
 
     questions = [{"prompt": each, "video": clip, "num_frames": FRAMES} for each in QUESTIONS]
-    with patch.object(speculative_batch, "_decide", noted):
+    with patch.object(speculative_batch, "decide", noted):
         found = dict(
             engine.generate_all(
                 questions, sampling=SamplingParams(max_new_tokens=STEPS), max_together=3

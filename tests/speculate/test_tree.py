@@ -2,6 +2,8 @@
 what stood."""
 
 import copy
+from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -31,7 +33,10 @@ TREE = Tree.of(25, 5)
 
 
 def ancestors(tree: Tree, node: int) -> set[int]:
-    return {node} | (ancestors(tree, tree.parents[node]) if node else set())
+    """A node and those above it."""
+    if node == 0:
+        return {0}
+    return {node, *ancestors(tree, tree.parents[node])}
 
 
 @pytest.mark.parametrize(
@@ -45,20 +50,18 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
     nodes = min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
     assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
     assert max(map(len, tree.children)) <= vocabulary and tree.num_drafted == nodes
-    assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(
-        tree.depths
-    )
+    assert list(tree.parents[1:]) == sorted(tree.parents[1:])
+    assert list(tree.depths) == sorted(tree.depths)
     for node in range(len(tree)):
         assert tree.visible[node].nonzero().flatten().tolist() == sorted(ancestors(tree, node))
         assert all(tree.parents[child] == node for child in tree.children[node])
     assert sum(map(len, tree.children)) == nodes
-    inner = {n for level in tree.inner_levels for n in level}
-    assert inner == {n for n, children in enumerate(tree.children) if children}
+    inner = set(chain.from_iterable(tree.inner_levels))
+    assert inner == {node for node, children in enumerate(tree.children) if children}
     for most in range(tree.depth + 2):
         shorter = tree.cut(most)
-        assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(
-            most, tree.depth
-        )
+        assert shorter.parents == tree.parents[: len(shorter)]
+        assert shorter.depth == min(most, tree.depth)
 
 
 def test_the_reference_is_masked_attention():
@@ -90,15 +93,22 @@ class Checked(ModelDrafter):
 
 @pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.01), ("llama", 0.0)])
 def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
-    model, draft = (families.build_model(family, dtype=torch.float64) for _ in range(2))
+    model = families.build_model(family, dtype=torch.float64)
+    draft = families.build_model(family, dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
     for weight in draft.get_decoder().parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    prompt = (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
+    if family == "llama":
+        batch = text_batch(60)
+        query_start = 48
+    else:
+        batch = video_batch(family, frames=12)
+        query_start = None
     config = SamplingParams(max_new_tokens=STEPS, temperature=float(noise > 0), seed=5)
-    plain, by_tree, (_, drafts, look) = (
-        decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
-    )
+    fresh = partial(decoders, hosts=HostGroup.single(), kv="gathered")
+    plain = fresh(model, batch=batch, query_start=query_start)
+    by_tree = fresh(model, batch=batch, query_start=query_start)
+    _, drafts, look = fresh(draft, batch=batch, query_start=query_start)
     expected = generate_tokens(answer_by(*plain[:2], config))
     length = look().get_seq_length()
     drafter = Checked(inspect_model(draft), look(), drafts.next_position, length, config, 256)

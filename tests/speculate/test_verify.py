@@ -43,21 +43,16 @@ def one_after_the_other(drafted, q, p, accept_draws, next_draws) -> Verdict:
         p_token = row[token] if token < len(row) else 0.0
         if accept_draws[place] * (1.0 if q is None else float(q[place, token])) < p_token:
             continue
-        theirs = (
-            [float(token == number) for number in range(len(row))]
-            if q is None
-            else q[place].tolist()
-        )
-        theirs += [0.0] * (len(row) - len(theirs))
-        # Of a one-hot q nothing is left but that one token.
-        weights = [
-            0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)
-        ]
+        if q is None:  # one-hot: all is left but that one token
+            weights = [0.0 if number == token else a for number, a in enumerate(row)]
+        else:
+            theirs = q[place].tolist()
+            theirs += [0.0] * (len(row) - len(theirs))
+            weights = [max(0.0, a - b) for a, b in zip(row, theirs, strict=False)]
         return Verdict(place, drawn(weights if any(weights) else row, next_draws[place]))
-    has_more = len(p) > len(drafted)
-    return Verdict(
-        len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]) if has_more else None
-    )
+    if len(p) == len(drafted):
+        return Verdict(len(drafted), None)
+    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]))
 
 
 def drawn(weights: list[float], number: float) -> int:
@@ -72,25 +67,24 @@ def test_a_window_is_decided_as_token_after_token():
         generator = torch.Generator().manual_seed(seed)
         count = chance.randrange(5)
         bonus = chance.random() < 0.7
-        sizes = chance.choice([4, 6]), chance.choice([4, 6])
+        p_size = chance.choice([4, 6])
+        q_size = chance.choice([4, 6])
         if not count + bonus:
             continue
         spread = chance.choice([0.5, 3.0])
-        p, q = (
-            probabilities(
-                spread * torch.randn(rows, size, generator=generator),
-                1.0,
-                chance.choice([0.8, 1.0]),
-            )
-            for rows, size in zip((count + bonus, count), sizes, strict=True)
-        )
-        if chance.random() < 0.2 and sizes[0] == sizes[1]:
+        p_logits = spread * torch.randn(count + bonus, p_size, generator=generator)
+        p = probabilities(p_logits, 1.0, chance.choice([0.8, 1.0]))
+        q_logits = spread * torch.randn(count, q_size, generator=generator)
+        q = probabilities(q_logits, 1.0, chance.choice([0.8, 1.0]))
+        if chance.random() < 0.2 and p_size == q_size:
             p[:count] = q
         drafted = [draw(row[None], [chance.random()]).read()[0] for row in q]
-        numbers = [[chance.random() for _ in range(count + bonus)] for _ in range(2)]
+        places = range(count + bonus)
+        accepting = [chance.random() for _ in places]
+        drawing = [chance.random() for _ in places]
         for theirs in (q if count else None, None):
-            verdict = verify_sampled(drafted, theirs, p, *numbers)
-            assert verdict == one_after_the_other(drafted, theirs, p, *numbers)
+            verdict = verify_sampled(drafted, theirs, p, accepting, drawing)
+            assert verdict == one_after_the_other(drafted, theirs, p, accepting, drawing)
             verdicts[verdict.num_accepted, verdict.next_token is None] += 1
     assert len(verdicts) >= 8  # all kinds
 

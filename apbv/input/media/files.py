@@ -9,7 +9,7 @@ from ...hosts import HostGroup
 from ...stats import StageTimer
 from .video import VideoError, VideoInfo, probe
 
-_MOST_KNOWN = 16  # files; one of 100,000 frames takes 2 MB
+MOST_KNOWN = 16  # files; one of 100,000 frames takes 2 MB
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class KnownVideos:
             info = replace(info, path=str(path))
         with self._lock:
             self._found[identity] = info
-            if len(self._found) > _MOST_KNOWN:
+            if len(self._found) > MOST_KNOWN:
                 del self._found[next(iter(self._found))]
         return info
 

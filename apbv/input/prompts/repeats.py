@@ -17,7 +17,7 @@ from ...stats import StageTimer
 from .pixels import VideoReader, preprocess_frames
 from .tokenized_prompt import SampledVideo
 
-_CHUNK_BYTES = 2**26  # of pixels in fp32
+CHUNK_BYTES = 2**26  # of pixels in fp32
 
 
 def may_leave_out(processor) -> bool:
@@ -62,7 +62,7 @@ def kept_tokens(
         return torch.ones(len(frames), height, width, dtype=torch.bool)
 
     # Cut the frames, with the one before them, into chunks.
-    chunk_len = max(1, _CHUNK_BYTES // num_bytes)
+    chunk_len = max(1, CHUNK_BYTES // num_bytes)
     first = max(frames.start - 1, 0)
     chunks = []
     for start in range(first, frames.stop, chunk_len):

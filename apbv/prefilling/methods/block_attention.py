@@ -12,7 +12,7 @@ from .block_selection import BLOCK_SELECTION
 
 # Maximum number of pairs of blocks that are scored and sorted at a time, over all heads. A pair
 # takes some 40 bytes.
-_MOST_PAIRS = 2**22
+MOST_PAIRS = 2**22
 
 
 class BlockAttention:
@@ -61,7 +61,7 @@ class BlockAttention:
         num_blocks = -(-q.shape[2] // block_size)
         num_key_blocks = -(-q.shape[2] // key_block)
         pairs_of_head = q.shape[0] * num_blocks * num_key_blocks
-        most_heads = max(1, _MOST_PAIRS // max(1, pairs_of_head))
+        most_heads = max(1, MOST_PAIRS // max(1, pairs_of_head))
         shape = (*q.shape[:2], num_blocks, num_key_blocks)
         counts = torch.empty(shape[:3], dtype=torch.int32, device=q.device)
         indices = torch.empty(shape, dtype=torch.int32, device=q.device)

@@ -15,8 +15,8 @@ from ...kernels import block_means, segmented_attention
 
 # Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its
 # caches.
-_MOST_SCORES = 2**24
-_MOST_SCORES_ON_CPU = 2**20
+MOST_SCORES = 2**24
+MOST_SCORES_ON_CPU = 2**20
 
 
 def flexprefill_blocks(
@@ -144,7 +144,7 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
     query_places = places[num_tokens - num_queries :].flip(0)
 
     # Add up the scores of some keys at a time, to bound the memory.
-    most_scores = _MOST_SCORES_ON_CPU if q.device.type == "cpu" else _MOST_SCORES
+    most_scores = MOST_SCORES_ON_CPU if q.device.type == "cpu" else MOST_SCORES
     num_heads = q.shape[0] * q.shape[1]
     keys_at_once = max(num_queries, most_scores // (num_heads * num_queries))
     columns = lse.new_zeros(*q.shape[:2], num_tokens)

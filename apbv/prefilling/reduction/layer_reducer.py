@@ -21,7 +21,7 @@ from ...model.parts import ModelParts
 from .choosing import Reduction
 
 # Attention probabilities in memory at a time, in fp32.
-_MOST_PROBABILITIES = 2**26
+MOST_PROBABILITIES = 2**26
 
 
 class Selection(NamedTuple):
@@ -156,7 +156,7 @@ class LayerReducer(LayerStep, ABC):
         is_later = to_device(torch.arange(num_rows) > rater_rows[:, None], q.device)
         visual_rows = to_device(self._visual_rows, q.device)
         group = q.shape[1] // num_kv_heads
-        chunk = max(1, _MOST_PROBABILITIES // (group * num_rows))
+        chunk = max(1, MOST_PROBABILITIES // (group * num_rows))
         found = []
         # Of some tokens at a time, and of one KV head.
         for some_rows, are_later in zip(

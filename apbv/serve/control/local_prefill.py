@@ -20,9 +20,9 @@ from .work_order import WorkOrder
 # this takes at most a fifth longer: two threads have at most 1/21 of the time each; decoding and
 # HTTP cost twice as much again. But a rest longer than this many seconds is as short as a sixth of
 # the time for the thread allows: who is next waits.
-_REST = 20
-_LONG_REST = 1.0
-_SHORTEST_REST = 5
+REST = 20
+LONG_REST = 1.0
+SHORTEST_REST = 5
 
 
 class Lane(NamedTuple):
@@ -121,7 +121,7 @@ class LocalPrefillPool:
             del done  # its KV is not needed here
             spent = time.thread_time() - began
             with self._changed:
-                rest = min(_REST * spent, max(_LONG_REST, _SHORTEST_REST * spent))
+                rest = min(REST * spent, max(LONG_REST, SHORTEST_REST * spent))
                 self._changed.wait_for(lambda: not self._num_long, rest)
 
         lane.pool.submit(run)

@@ -16,7 +16,7 @@ _CLIENT_LEFT = 499  # as nginx has it
 # Short prompts of a host at once, so that it has the next one when it has prefilled one.
 _MOST_AHEAD = 2
 # Seconds per token that a prompt lets others go first, about what its prefill takes on a CPU.
-_PER_TOKEN = 1e-3
+SECONDS_PER_TOKEN = 1e-3
 
 
 class _Load(NamedTuple):
@@ -95,7 +95,7 @@ def _turn(job: Job) -> float:
     """Return the moment by which ready requests are ordered: later the longer a prompt is."""
     ready = job.record.ready
     assert ready is not None, "only ready requests are ordered"
-    return ready + _PER_TOKEN * job.read.num_tokens
+    return ready + SECONDS_PER_TOKEN * job.read.num_tokens
 
 
 class Scheduler:
@@ -352,7 +352,7 @@ class Scheduler:
 
     def _fits(self, job: Job, decode_host: int) -> bool:
         """Return whether a host has room for a request's KV, and may decode its answers."""
-        if self._used(decode_host) + job.kv_bytes > self.limits.max_kv_bytes:
+        if self.kv_bytes_on(decode_host) + job.kv_bytes > self.limits.max_kv_bytes:
             return False
         order = job.read.order
         if self.limits.max_running is None or order.hands_over:
@@ -362,7 +362,7 @@ class Scheduler:
     def _load(self, job: Job, decode_host: int) -> _Load:
         has_enough = job.is_short and self._has_enough(decode_host, job)
         return _Load(
-            has_enough, self._used(decode_host), self._num_answers(decode_host), -decode_host
+            has_enough, self.kv_bytes_on(decode_host), self._num_answers(decode_host), -decode_host
         )
 
     def _has_enough(self, decode_host: int, job: Job) -> bool:
@@ -378,7 +378,7 @@ class Scheduler:
                 num_alike += 1
         return num_alike >= _MOST_AHEAD
 
-    def _used(self, decode_host: int) -> int:
+    def kv_bytes_on(self, decode_host: int) -> int:
         """Return the bytes of KV that count on a host."""
         running = sum(
             job.kv_bytes for job in self._running if job.decode_host in (decode_host, None)
@@ -398,7 +398,7 @@ class Scheduler:
     def render_metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format, with gauges of this moment."""
         with self.changed:
-            used = [self._used(decode_host) for decode_host in self._decode_hosts]
+            used = [self.kv_bytes_on(decode_host) for decode_host in self._decode_hosts]
             most = self.limits.max_kv_bytes
             self.metrics.set(
                 num_requests_waiting=len(self._admitted),

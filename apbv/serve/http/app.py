@@ -43,7 +43,7 @@ from .json_limits import JsonLimits
 
 _PARSERS = 4  # bodies parsed concurrently
 _TOKENIZERS = 4  # prompts tokenized concurrently for tokenize requests
-_LARGE_BODY = 2**24  # bytes; what such a body took is given back to the operating system
+LARGE_BODY = 2**24  # bytes; what such a body took is given back to the operating system
 _REQUEST_ID = "X-Request-Id"
 _FITTING_ID = re.compile(r"[!-~]{1,256}")
 _CLIENT_CLOSED_REQUEST = 499  # not sent to anyone
@@ -336,7 +336,7 @@ def _giving_memory_back(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, send)
         finally:
-            if scope["state"].get("num_body_bytes", 0) > _LARGE_BODY:
+            if scope["state"].get("num_body_bytes", 0) > LARGE_BODY:
                 await asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     return call

@@ -11,7 +11,7 @@ from ..api_error import ApiError
 
 _BODY_SECONDS = 60.0
 _MOST_WHOLE = 4  # bodies of the largest size that may be half read at once
-_MOST = 256  # bodies of any size that may be half read at once
+MOST_HALF_READ = 256  # bodies of any size that may be half read at once
 
 
 class _HalfRead(NamedTuple):
@@ -83,8 +83,8 @@ class Bodies:
     def _make_room(self) -> None:
         """Drop half-read bodies while they are too many or too large."""
         most_bytes = _MOST_WHOLE * self._max_bytes
-        # Each body counts this much more than its data, so that there are never more than _MOST.
-        extra_bytes = most_bytes // _MOST
+        # Each body counts this much more than its data: there are never more than MOST_HALF_READ.
+        extra_bytes = most_bytes // MOST_HALF_READ
         while sum(len(body.data) + extra_bytes for body in self._half_read.values()) > most_bytes:
             bytes_of_clients: Counter[str] = Counter()
             for body in self._half_read.values():

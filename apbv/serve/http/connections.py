@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 # waiting.
 ACCEPTED_AT_ONCE = 32
 WAITING_IN_SYSTEM = 2048
-_HEADER_SECONDS = 10.0
+HEADER_SECONDS = 10.0
 _MOST_DESCRIPTORS = 2**16  # that this process asks for; each may then be a connection's
 _MOST_CONNECTIONS = 2**13
 _FEWEST_CONNECTIONS = 8
@@ -162,7 +162,7 @@ class HttpProtocol(H11Protocol):
         is_waiting = self.conn.their_state is h11.IDLE
         self._connections.mark(self, is_waiting)
         if is_waiting and self._timer is None:
-            self._timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
         elif not is_waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..api_error import ApiError
 
 # Bytes that are looked at without a chance for other threads, which takes less than a millisecond.
-_PIECE = 2**20
+PIECE_BYTES = 2**20
 # As much of a string as there is; possessive, so that nothing is remembered to come back to.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _VALUES = 2**20
@@ -65,9 +65,9 @@ class JsonLimits:
         position = 0
         while position < len(body):
             # Count up to the next string.
-            quotation_mark = body.find(b'"', position, position + _PIECE)
+            quotation_mark = body.find(b'"', position, position + PIECE_BYTES)
             has_string = quotation_mark >= 0
-            end = quotation_mark if has_string else min(position + _PIECE, len(body))
+            end = quotation_mark if has_string else min(position + PIECE_BYTES, len(body))
             counts = _count(body, position, end)
             num_values += counts.values
             num_containers += counts.containers
@@ -91,8 +91,8 @@ def _count(body: bytes | bytearray, start: int, end: int) -> _Counts:
     """Count the values that begin in a part of a JSON text, as if it had no strings."""
     num_commas = 0
     num_containers = 0
-    for piece_start in range(start, end, _PIECE):
-        piece_end = min(piece_start + _PIECE, end)
+    for piece_start in range(start, end, PIECE_BYTES):
+        piece_end = min(piece_start + PIECE_BYTES, end)
         num_commas += body.count(b",", piece_start, piece_end)
         num_containers += body.count(b"{", piece_start, piece_end)
         num_containers += body.count(b"[", piece_start, piece_end)
@@ -109,7 +109,7 @@ def _end_of_string(body: bytes | bytearray, start: int) -> int:
     """
     position = start
     while position < len(body):
-        match = _IN_STRING.match(body, position, position + _PIECE)
+        match = _IN_STRING.match(body, position, position + PIECE_BYTES)
         assert match is not None, "the pattern matches the empty string"
         end = match.end()
         if body[end : end + 1] == b'"':

@@ -31,7 +31,7 @@ from ..settings import ServerSettings
 
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16
-_BASE64_PIECE = 2**22  # characters, a multiple of four
+BASE64_PIECE = 2**22  # characters, a multiple of four
 _REDIRECTS = (301, 302, 303, 307, 308)
 _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -174,7 +174,7 @@ def open_media(
     if ":" in url[:16]:
         scheme = url[: url.index(":")].lower()
     if scheme == "data":
-        with private_files.holding(_decode_data(url, settings.media.max_media_bytes)) as path:
+        with private_files.holding(decode_data_url(url, settings.media.max_media_bytes)) as path:
             yield Media("the inline data", None, path)
     elif scheme in ("http", "https"):
         with private_files.holding(fetch(url, settings, deadline)) as path:
@@ -213,16 +213,21 @@ def _decode_base64(data: str | bytes) -> bytes:
         ValueError: it is not valid.
     """
     decoded_pieces = []
-    for start in range(0, len(data), _BASE64_PIECE):
-        piece = data[start : start + _BASE64_PIECE]
+    for start in range(0, len(data), BASE64_PIECE):
+        piece = data[start : start + BASE64_PIECE]
         decoded_pieces.append(base64.b64decode(piece, validate=True))
-    whole_length = _BASE64_PIECE // 4 * 3
+    whole_length = BASE64_PIECE // 4 * 3
     if any(len(piece) < whole_length for piece in decoded_pieces[:-1]):
         raise ValueError("padding before the end")
     return b"".join(decoded_pieces)
 
 
-def _decode_data(url: str, max_bytes: int) -> bytes:
+def decode_data_url(url: str, max_bytes: int) -> bytes:
+    """Return the content of a ``data:`` URL in base64.
+
+    Raises:
+        MediaError: it is not in base64, or has more bytes than that.
+    """
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")

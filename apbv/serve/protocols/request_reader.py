@@ -123,7 +123,7 @@ class Reader:
         prompts = self._prompts_for(request)
         if isinstance(request, ChatRequest):
             self._require_tools_known(request)
-        constraint = self._constraint(request, is_wanted)
+        constraint = self.constraint_of(request, is_wanted)
 
         # Open its files.
         media: list[Media] = []
@@ -218,7 +218,7 @@ class Reader:
         """Return a request's sampling parameters, with the server's and the model's defaults.
 
         Args:
-            constraint: the fields from :meth:`_constraint`.
+            constraint: the fields from :meth:`constraint_of`.
 
         Raises:
             ApiError: with status 400 if the model does not have a token of ``logit_bias``.
@@ -242,7 +242,7 @@ class Reader:
         )
         return sampling.filled(self._engine.sampling)
 
-    def _constraint(
+    def constraint_of(
         self, request: GenerationRequest, is_wanted: Callable[[], bool]
     ) -> dict[str, str | None]:
         """Return the JSON schema or grammar that an answer has to follow, as a sampling parameter.

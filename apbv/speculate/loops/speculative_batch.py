@@ -232,7 +232,7 @@ class SpeculativeBatch(Batch):
         """The batch's members, each of which may have a draft."""
         return [member for member in self._members if isinstance(member, DraftingMember)]
 
-    def _pace(self, size: int) -> Pace:
+    def pace(self, size: int) -> Pace:
         """Return the chooser of draft lengths for a batch of this size."""
         if size not in self._pace_of_size:
             config = self._config
@@ -264,7 +264,7 @@ class SpeculativeBatch(Batch):
         if not drafting:
             return None
         rates = [member.acceptance.rate for member in drafting]
-        windows = self._pace(len(running)).windows(rates)
+        windows = self.pace(len(running)).windows(rates)
         if windows is None:
             return None
         return dict(zip(drafting, windows, strict=True))
@@ -319,7 +319,7 @@ class SpeculativeBatch(Batch):
         counts = [1 + len(of_member.tokens) for of_member in drafted]
         logits = self._runner.run(torch.cat(ids), [member.running_kv for member in members], counts)
         decisions = [
-            _decide(member.answer, of_member, rows)
+            decide(member.answer, of_member, rows)
             for member, of_member, rows in zip(members, drafted, logits.split(counts), strict=True)
         ]
 
@@ -327,7 +327,7 @@ class SpeculativeBatch(Batch):
             windows = [count - 1 for count in counts]
             results = RoundResult.unpack(packed, windows)
             seconds = time.perf_counter() - began
-            self._pace(len(members)).learn(sum(windows), 0.0, seconds)
+            self.pace(len(members)).learn(sum(windows), 0.0, seconds)
             for member, result in zip(members, results, strict=True):
                 self._learn(member, result)
             return [result.new_tokens for result in results]
@@ -487,7 +487,7 @@ def _penalised(logits: Tensor, answers: list[Answer], levels: list[_Level]) -> T
     return torch.cat(rows)
 
 
-def _decide(answer: Answer, drafted: Drafted, rows: Tensor) -> Tensor:
+def decide(answer: Answer, drafted: Drafted, rows: Tensor) -> Tensor:
     """Verify drafted tokens by the target's logits ``[γ + 1, V]``; see :func:`decide_window`."""
     index = answer.next_index
     allowed = answer.allowed(rows, range(index, index + len(rows)), drafted.tokens)

@@ -290,7 +290,7 @@ class EnsembleDrafter(ModelDrafter):
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts, and return their mixture's logits ``[1, Vq]`` after the last token."""
         temperature = self._config.temperature or 1.0
-        q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
+        q = torch.softmax(self.run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
             self._adapt(self._policy)
@@ -317,7 +317,7 @@ class EnsembleDrafter(ModelDrafter):
         return missing
 
     @torch.no_grad()
-    def _run_contexts(self, tokens: Sequence[int] | Tensor) -> Tensor:
+    def run_contexts(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts on S tokens, cache their KV, and return logits ``[m, S, Vq]``."""
         parts = self.parts
         count = len(tokens)

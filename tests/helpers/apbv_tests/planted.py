@@ -102,7 +102,7 @@ PLANTED = {
     "library": Planted(ConnectionLost("the site is gone"), None, 70, 500),
     "runtime": Planted(RuntimeError("the stream is gone"), None, 70, 500),
 }
-PLACES = {"reading": (PromptReader, "read"), "prefill": (forward, "_forward")}
+PLACES = {"reading": (PromptReader, "read"), "prefill": (forward, "run_prompt")}
 
 
 @contextmanager

@@ -259,6 +259,20 @@ def chunks(reply: httpx.Response) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def choices_at(index: int, events: list[dict]) -> list[dict]:
+    """What events of a stream say of one of its choices; each event is of one choice."""
+    choices = [event["choices"][0] for event in events]
+    return [choice for choice in choices if choice["index"] == index]
+
+
+def token_ids_of(choices: list[dict]) -> list[int]:
+    """All token ids that a stream gives a choice, of which some events have none."""
+    token_ids = []
+    for choice in choices:
+        token_ids += choice.get("token_ids", [])
+    return token_ids
+
+
 def asking(**fields) -> bytes:
     return json.dumps(
         {"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}

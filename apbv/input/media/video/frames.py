@@ -295,7 +295,7 @@ class _Unwanted(Exception):
     """Raised in a decoding thread if its frames are no longer needed."""
 
 
-class _Chunks:
+class FrameChunks:
     """Chunks that several threads fill row by row, at most two at a time.
 
     A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in
@@ -379,7 +379,7 @@ def _decoded(
     """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
     runs = plan_runs(info, frames)
     remaining_runs = iter(runs)  # every thread takes the next
-    chunks = _Chunks(len(frames), chunk_len, (info.height, info.width, 3))
+    chunks = FrameChunks(len(frames), chunk_len, (info.height, info.width, 3))
     workers = []
     try:
         for _ in range(min(threads, len(runs))):
@@ -406,7 +406,7 @@ def _work(
     info: VideoInfo,
     frames: list[int],
     remaining_runs: Iterator[range],
-    chunks: _Chunks,
+    chunks: FrameChunks,
     at_work: AtWork,
 ) -> None:
     """Decode runs, always the first that no other thread has taken, until none are left."""
@@ -453,7 +453,7 @@ def _at_first_size(
     frame: av.VideoFrame,
     size: tuple[int, int],
     info: VideoInfo,
-    chunks: _Chunks,
+    chunks: FrameChunks,
 ) -> np.ndarray:
     """Return a frame in RGB, scaled to the size of the first one, as FFmpeg does.
 
