@@ -529,8 +529,8 @@ class Engine:
                 :data:`apbv.stats.STAGES`; a stage may be repeated.
             on_progress: called on every host with a stage, how much of it is done there, and of how
                 much: ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches.
-                    Neither this nor
-                ``on_stage`` is always called in the caller's thread, but never while the other is.
+                Neither this nor ``on_stage`` is always called in the caller's thread, but never
+                while the other is.
             stop: called on host 0 after each token with all tokens so far; true ends the answer
                 there. Also called while the prompt is read and prefilled, between chunks and
                 layers, with no tokens; true then cancels the request. Give it on every host, or on
@@ -1132,7 +1132,7 @@ def _settings(
     """Return an engine's settings JSON-ready: they must be the same on every host."""
     return {
         "prefill": prefill.shared,
-        "speculate": None if speculate is None else asdict(speculate),
+        "speculate": None if speculate is None else speculate.shared,
         # The limit fits the machine.
         "reuse": None if reuse is None else reuse.mode,
         "decode": asdict(decode or DecodeConfig()),

@@ -30,7 +30,7 @@ from apbv.model.parts import ModelParts
 from apbv.speculate.drafters.draft import Draft, DraftTask
 from apbv.speculate.drafters.tree import Tree
 from apbv.speculate.strategies.builders import draft_by_model
-from apbv.speculate.strategies.table import keep_policy, make_observer
+from apbv.speculate.strategies.table import make_observer
 from apbv.testing import clips
 
 from support.arguments import parser_of
@@ -65,7 +65,7 @@ def draft_of(
         scores=None if observer is None else observer.result,
         hosts=hosts,
         config=config,
-        keep=keep_policy(config),
+        keep=config.keep_policy,
         sampling=SamplingParams(seed=seed),
         vocab_size=min(target.vocab_size, draft.vocab_size),
         leave_last=True,  # so that the draft gives the answer's first token, too

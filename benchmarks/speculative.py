@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer
 
 from support.arguments import parser_of, presets_of
-from support.drafting import Way, build_ways
+from support.drafting import Way, build_ways, speculative_config
 from support.exams import Exam
 from support.records import columns_of, fields_of, measure_on_hosts, read_records
 
@@ -68,9 +68,7 @@ def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
         fields = dict(settings)
         if prunes(SpeculativeConfig(strategy=fields["strategy"])) and "keep_tokens" not in fields:
             fields["keep_ratio"] = keep_ratio
-        if "hippo_terms" in fields:
-            fields["hippo_terms"] = tuple(fields["hippo_terms"])
-        configs[label] = SpeculativeConfig(**fields)
+        configs[label] = speculative_config(fields)
     return configs
 
 
@@ -334,7 +332,7 @@ def speculation(
         # Theorem 4 takes the share of accepted tokens.
         predicted = in_turn_speedup(gamma, ratio, accepted / max(1, drafted))
     return {
-        "config": asdict(config),
+        "config": config.shared,
         "acceptance_rate": accepted / max(1, drafted),
         "tokens_per_target_forward": per_forward,
         "mean_accepted_tokens": in_a_row if config.draft_host else per_forward,
@@ -376,7 +374,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     configs = {}
     for label, config in configurations(options).items():
         # A way that loses must be seen to lose.
-        configs[label] = replace(config, keep_losing_draft=True)
+        ablation = replace(config.ablation, keep_losing_draft=True)
+        configs[label] = replace(config, ablation=ablation)
     ways = build_ways(options, configs, hosts)
     asked = list(questions(options, hosts))
     num_answers = (1 + options.rounds * len(asked)) * len(ways)

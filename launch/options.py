@@ -24,13 +24,17 @@ from apbv.config import (
     STRATEGY_NAMES,
     DecodeConfig,
     FlexPrefillConfig,
+    HippoConfig,
+    LayerSkipConfig,
     PrefillConfig,
     ReduceConfig,
     ReuseConfig,
     SamplingParams,
     SpargeAttnConfig,
     SparseConfig,
+    SpeculativeAblationConfig,
     SpeculativeConfig,
+    TabedConfig,
     VideoConfig,
     XAttentionConfig,
 )
@@ -63,7 +67,7 @@ _NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
 _MORE = {
     "draft_model": {"metavar": "PATH"},
     "num_draft_tokens": {"metavar": "N|auto"},
-    "hippo_terms": {"nargs": "+"},
+    "terms": {"nargs": "+"},
 }
 
 
@@ -101,20 +105,13 @@ SPARSE = (
     *_of(SpargeAttnConfig, "similarity", prefix="sparse"),
     *_of(FlexPrefillConfig, "divergence", "min_blocks", prefix="sparse"),
 )
-DRAFT = _of(
-    SpeculativeConfig,
-    "draft_model",
-    "draft_host",
-    "num_draft_tokens",
-    "keep_losing_draft",
-    "num_tree_nodes",
-    "keep",
-    "prune",
-    "keep_ratio",
-    "keep_tokens",
-    "hippo_terms",
-    "layer_ratio",
-    "ensemble",
+DRAFT = (
+    *_of(SpeculativeConfig, "draft_model", "draft_host", "num_draft_tokens"),
+    *_of(SpeculativeAblationConfig, "keep_losing_draft"),
+    *_of(SpeculativeConfig, "num_tree_nodes", "keep", "prune", "keep_ratio", "keep_tokens"),
+    *_of(HippoConfig, "terms", prefix="hippo"),
+    *_of(LayerSkipConfig, "layer_ratio"),
+    *_of(TabedConfig, "ensemble"),
 )
 ANSWER_LENGTH = _of(SamplingParams, "max_new_tokens")
 SAMPLING = _of(
@@ -346,8 +343,7 @@ def check(parser: OptionParser, options: argparse.Namespace) -> None:
     """Exit with a one-line error if options are incompatible."""
     draft_options = given_for_draft(options)
     if options.speculate == "off" and draft_options:
-        first = next(iter(draft_options))
-        parser.error(f"--{first.replace('_', '-')} needs --speculate")
+        parser.error(f"--{draft_options[0].replace('_', '-')} needs --speculate")
     with parser.rejecting():
         prefill_config(options)
         speculative_config(options)
@@ -365,13 +361,10 @@ def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     return values
 
 
-def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the given draft options, most under their names in :class:`SpeculativeConfig`."""
-    values = given(options, SpeculativeConfig)
-    captioner = getattr(options, "captioner", None)
-    if captioner is not None:
-        values["captioner"] = captioner
-    return values
+def given_for_draft(options: argparse.Namespace) -> list[str]:
+    """Return the names of the given draft options, with underscores."""
+    names = [*(setting.name for setting in DRAFT), "captioner"]
+    return [name for name in names if getattr(options, name, None) is not None]
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
@@ -428,10 +421,19 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     """Build the speculative-decoding config, if any; ValueError if options are incompatible."""
     if options.speculate == "off":
         return None
-    settings = given(options, SpeculativeConfig)
-    if "hippo_terms" in settings:
-        settings["hippo_terms"] = tuple(settings["hippo_terms"])
-    return SpeculativeConfig(strategy=options.speculate, **settings)
+    hippo = given(options, HippoConfig)
+    if hippo:
+        hippo["terms"] = tuple(hippo["terms"])
+    layerskip = given(options, LayerSkipConfig)
+    tabed = given(options, TabedConfig)
+    return SpeculativeConfig(
+        strategy=options.speculate,
+        **given(options, SpeculativeConfig),
+        hippo=HippoConfig(**hippo) if hippo else None,
+        layerskip=LayerSkipConfig(**layerskip) if layerskip else None,
+        tabed=TabedConfig(**tabed) if tabed else None,
+        ablation=SpeculativeAblationConfig(**given(options, SpeculativeAblationConfig)),
+    )
 
 
 def load_engine(

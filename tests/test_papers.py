@@ -20,7 +20,7 @@ from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 from apbv.prefilling.reduction import LAYER_REDUCERS, REDUCERS
 from apbv.speculate.strategies.table import STRATEGIES
 
-from apbv_tests.configs import prefill_config
+from apbv_tests.configs import prefill_config, speculative_config
 from apbv_tests.documents import ROOT, cells_in
 
 Config = PrefillConfig | SpeculativeConfig
@@ -59,7 +59,7 @@ def reduction(table: str, name: str, method: str, **settings) -> Row:
 
 
 def draft(table: str, name: str, strategy: str, **settings) -> Row:
-    return Row(table, name, lambda: SpeculativeConfig(strategy=strategy, **settings))
+    return Row(table, name, lambda: speculative_config(strategy=strategy, **settings))
 
 
 APBV_1 = "APB-V, Tables 1 and 2"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
+from apbv import Engine, HostGroup, SamplingParams
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.scripts import ROOT, figures_of, run_benchmark
 from apbv_tests.weights import folder
 
@@ -61,7 +62,7 @@ def test_a_draft_changes_no_token():
         folder("APBV_PRETRAINED"),
         hosts=HostGroup.single("cpu"),
         dtype="float32",
-        speculate=SpeculativeConfig(
+        speculate=speculative_config(
             strategy="vanilla", draft_model=folder("APBV_PRETRAINED_DRAFT"), keep_losing_draft=True
         ),
     )
@@ -77,7 +78,7 @@ def test_a_draft_changes_no_token():
 
 def test_sampled_drafts_keep_the_targets_distribution_over_the_real_vocabulary():
     """Each token's cumulative probability, spread evenly over its own, is uniform."""
-    speculate = SpeculativeConfig(
+    speculate = speculative_config(
         strategy="vanilla",
         draft_model=folder("APBV_PRETRAINED_DRAFT"),
         num_draft_tokens=3,

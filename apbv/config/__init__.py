@@ -5,6 +5,7 @@ check its options before these are loaded.
 """
 
 from .answering import DecodeConfig, ReuseConfig, SamplingParams
+from .drafts import HippoConfig, LayerSkipConfig, TabedConfig, UVPruneConfig
 from .facts import (
     KEEP_FACTS,
     METHOD_FACTS,
@@ -47,4 +48,4 @@ from .sparse import (
     SparseConfig,
     XAttentionConfig,
 )
-from .speculative import SpeculativeConfig, longest_window
+from .speculative import SpeculativeAblationConfig, SpeculativeConfig, longest_window

@@ -79,8 +79,10 @@ class KeepFacts:
     Attributes:
         prunes: whether it can leave tokens out.
         ranks_by_prefill: whether it ranks them by scores of the target's prefill.
-        ranks_by_change: whether these are changes of hidden states between layers.
-        ranks_by_terms: whether it ranks them by ``hippo_terms``, one of which is of the prefill.
+        ranks_by_change: whether these are changes of hidden states between layers, up to that of
+            ``uv_prune``.
+        ranks_by_terms: whether it ranks them by the terms of ``hippo``, one of which is of the
+            prefill.
         selects_frames: whether it looks at the frames of a video alone, and chooses among these.
     """
 
@@ -123,8 +125,8 @@ class StrategyFacts:
             drafts itself.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so
             that it has to take turns with the target.
-        reads_contexts: whether the draft reads the prompt in the contexts of ``ensemble``.
-        skips_layers: whether the target drafts with the first layers, by ``layer_ratio``.
+        reads_contexts: whether the draft reads the prompt in the contexts of ``tabed``.
+        skips_layers: whether the target drafts with the first layers, by ``layerskip``.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none
             can be chosen.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.

@@ -15,7 +15,7 @@ from .names import (
     METHOD_NAMES,
 )
 from .refusals import refuse
-from .regrouped import regrouped
+from .regrouped import moved_under_its_name, regrouped
 from .sparse import SparseConfig
 
 _MOST_TOKENS = 2**31 - 1
@@ -180,7 +180,7 @@ class AblationConfig(Checked):
     on_single_host: bool = switch(False)
 
 
-@regrouped("ablation", AblationConfig)
+@regrouped(*moved_under_its_name("ablation", AblationConfig))
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(Checked):
     """Prefill settings.

@@ -217,6 +217,26 @@ CONFLICTS = [
         "not apply",
     ),
     Conflict(
+        "hippo",
+        "not_by_hippo",
+        "{not_by_hippo} does not rank visual tokens by HIPPO's scores: their terms do not apply",
+    ),
+    Conflict(
+        "uv_prune",
+        "not_by_uv_prune",
+        "{not_by_uv_prune} does not select visual tokens as UV-Prune: its layer does not apply",
+    ),
+    Conflict(
+        "layerskip",
+        "all_layers",
+        "{all_layers} runs all layers of its draft: layer_ratio does not apply",
+    ),
+    Conflict(
+        "tabed",
+        "one_context",
+        "{one_context} drafts from one prompt: the ensemble does not apply",
+    ),
+    Conflict(
         "prune_kv",
         "drops_nothing",
         "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",

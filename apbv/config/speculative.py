@@ -1,19 +1,22 @@
 """Settings for speculative decoding."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
-from .checks import Checked, described, integer, number, one_of, setting, switch
-from .facts import STRATEGY_FACTS
+from .checks import Checked, described, instance_of, integer, number, one_of, setting, switch
+from .drafts import HippoConfig, LayerSkipConfig, TabedConfig, UVPruneConfig
+from .facts import KEEP_FACTS, STRATEGY_FACTS
 from .names import (
-    CONTEXTS,
     DEFAULT_KEEP_RATIO,
-    HIPPO_TERMS,
     KEEP_POLICIES,
     MOST_AUTO_DRAFT_TOKENS,
     PRUNINGS,
     STRATEGY_NAMES,
 )
 from .refusals import refuse
+from .regrouped import Moved, moved_under_its_name, regrouped
+
+OwnSettings = TypeVar("OwnSettings", HippoConfig, UVPruneConfig, LayerSkipConfig, TabedConfig)
 
 
 def longest_window(num_draft_tokens: int | str) -> int:
@@ -21,20 +24,35 @@ def longest_window(num_draft_tokens: int | str) -> int:
     return MOST_AUTO_DRAFT_TOKENS if isinstance(num_draft_tokens, str) else num_draft_tokens
 
 
-def _are_terms(terms: tuple[str, ...]) -> bool:
-    return isinstance(terms, tuple) and bool(terms) and set(terms) <= set(HIPPO_TERMS)
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeAblationConfig(Checked):
+    """Parts of speculative decoding that benchmarks and tests switch off.
+
+    Attributes:
+        keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of
+            an answer is decoded without a draft that has cost eight forward passes of the target
+            more than it has saved, where one round counts as four at most. To measure that, and for
+            ``num_draft_tokens="auto"``, the target now and then runs a forward pass without drafted
+            tokens.
+        concurrent_prefill: with a draft host: whether it prefills while the target does (HIPPO,
+            Section 5.2), or only when the target's prefill has ended, as PEARL does (PEARL-video in
+            HIPPO's Table 3). Without a draft host the draft always prefills after the target.
+
+    Raises:
+        InvalidConfigError: a switch is not true or false.
+    """
+
+    keep_losing_draft: bool = switch(False, help="keep drafting even if it slows the answer")
+    concurrent_prefill: bool = switch(True)
 
 
-def _is_ensemble(letters: str) -> bool:
-    is_adaptive = letters.endswith("*")
-    contexts = letters.removesuffix("*")
-    are_known = set(contexts) <= set(CONTEXTS)
-    are_different = len(set(contexts)) == len(contexts)
-    # Weights can be adapted to one another only.
-    fewest = 2 if is_adaptive else 1
-    return are_known and are_different and len(contexts) >= fewest
-
-
+@regrouped(
+    *moved_under_its_name("ablation", SpeculativeAblationConfig),
+    Moved("hippo_terms", "hippo", HippoConfig, "terms"),
+    Moved("uv_layer", "uv_prune", UVPruneConfig, "layer"),
+    Moved("layer_ratio", "layerskip", LayerSkipConfig, "layer_ratio"),
+    Moved("ensemble", "tabed", TabedConfig, "ensemble"),
+)
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig(Checked):
     """Settings for speculative decoding; the verified output is always the target's own.
@@ -43,7 +61,7 @@ class SpeculativeConfig(Checked):
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in
             ``"vanilla"`` (on all visual tokens), ``"sd_tree"`` (the same, a tree), ``"specvlm"``,
             ``"hippo"`` and ``"parallelvlm"`` (on some, by ``keep``), ``"text_only"`` and
-            ``"tabed"`` (reading the prompt in several ways, see ``ensemble``); the target drafts
+            ``"tabed"`` (reading the prompt in several ways, see ``tabed``); the target drafts
             itself in ``"std"`` (on the most attended visual KV), ``"streaming"`` (on the first
             tokens and the latest visual KV) and ``"layerskip"`` (by its first layers); ``"ngram"``
             looks up what followed the last tokens before.
@@ -54,14 +72,10 @@ class SpeculativeConfig(Checked):
             the expected speedup from the costs and the acceptance rate so far (see
             :func:`apbv.speculate.loops.pace.best_windows`). With ``"auto"`` a draft host drafts
             until the target's forward pass ends, where ParallelVLM's Theorem 6 is largest.
-        keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of
-            an answer is decoded without a draft that has cost eight forward passes of the target
-            more than it has saved, where one round counts as four at most. To measure that, and for
-            ``"auto"``, the target now and then runs a forward pass without drafted tokens.
         keep: selects the visual tokens that a pruned draft sees: by the question's attention to
             them ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly
             spaced) and ``"attention"`` (the highest); ``"uv_prune"`` (ParallelVLM's: what comes
-            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo_terms``); by
+            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo``); by
             the frames alone, with which HIPPO's Figure 7 compares, ``"frames"``, ``"transitions"``
             and ``"dycoke"`` (see :mod:`apbv.speculate.strategies.frame_selection`); ``"even"``
             (evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
@@ -70,34 +84,24 @@ class SpeculativeConfig(Checked):
         keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text
             tokens, and visual ones for the rest, at least one. With ``"std"`` that is the paper's K
             + m_t, of each layer and KV head; 1024 there.
-        hippo_terms: the terms of HIPPO's scores (its Eq. 7): attention, change over time, variety
-            in space. The paper's ablations leave one out.
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything,
             and the KV of what is not kept is dropped; its prefill costs more. Then a draft host
             does not wait for the scores of the target's prefill: it drafts its first window on the
             whole prompt.
-        uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but
-            one; 20 in the paper.
-        layer_ratio: the share of the target's layers that ``"layerskip"`` drafts with, the first
-            ones; half of them by default, as nobody trained them to be left early.
-        ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that
-            ``keep`` preserves (M), with line breaks instead (T), a caption (C), and pooled ones
-            (P); ``*``: weighted by their divergence from the target in the answer so far, instead
-            of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C needs a
-            captioner.
         num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round
             instead of a chain of γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and
             a chain for the others.
         draft_host: the last of at least two hosts drafts while the others, which run the target,
             verify.
-        concurrent_prefill: with a draft host: whether it prefills while the target does (HIPPO,
-            Section 5.2), or only when the target's prefill has ended, as PEARL does (PEARL-video in
-            HIPPO's Table 3). Without a draft host the draft always prefills after the target.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does
             not answer, even if it is still computing; at most a quarter of the hosts' own timeout.
+        hippo, uv_prune: settings of the policies of these names; None: their defaults.
+        layerskip, tabed: settings of the strategies of these names; None: their defaults.
+        ablation: parts of speculative decoding, for benchmarks and tests.
 
     Raises:
-        InvalidConfigError: a number is out of range, or a name is unknown.
+        InvalidConfigError: a number is out of range, a name is unknown, or settings are those of
+            another strategy or policy.
     """
 
     strategy: str = one_of(STRATEGY_NAMES, "specvlm")
@@ -128,45 +132,40 @@ class SpeculativeConfig(Checked):
         None,
         help="total prompt tokens for the draft, text included; replaces --keep-ratio",
     )
-    hippo_terms: tuple[str, ...] = setting(
-        HIPPO_TERMS,
-        f"be some of {', '.join(HIPPO_TERMS)}",
-        _are_terms,
-        choices=HIPPO_TERMS,
-        help="terms of HIPPO's score (default: all)",
-    )
     prune: str = one_of(
         PRUNINGS, "prompt", help="prune the draft's prompt, or its KV after draft prefill"
-    )
-    uv_layer: int = integer(1, 2**31 - 1, 20)
-    layer_ratio: float = number(
-        "lie in (0, 1]",
-        lambda share: 0 < share <= 1,
-        0.5,
-        help="share of the target's layers that layerskip drafts with (default 0.5)",
-    )
-    ensemble: str = setting(
-        "MT*",
-        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
-        _is_ensemble,
-        help="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
     )
     num_tree_nodes: int | None = integer(
         1, 256, None, help="draft a tree of N tokens (default: a chain; sd_tree: 25)"
     )
     draft_host: bool = switch(False, help="draft on the last host, in parallel with verification")
-    concurrent_prefill: bool = switch(True)
     draft_timeout: float = number(
         "be a positive number of seconds", lambda seconds: seconds > 0, 60.0
     )
-    keep_losing_draft: bool = switch(False, help="keep drafting even if it slows the answer")
+    hippo: HippoConfig | None = instance_of(HippoConfig)
+    uv_prune: UVPruneConfig | None = instance_of(UVPruneConfig)
+    layerskip: LayerSkipConfig | None = instance_of(LayerSkipConfig)
+    tabed: TabedConfig | None = instance_of(TabedConfig)
+    ablation: SpeculativeAblationConfig = instance_of(
+        SpeculativeAblationConfig, default=SpeculativeAblationConfig()
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        own = self._own_settings
+        drafting = self.strategy if self.keep is None else f"keep={self.keep!r}"
         refuse(
             keep_ratio=self.keep_ratio is not None,
             keep_tokens=self.keep_tokens is not None,
-            prefills_in_turn=not self.concurrent_prefill,
+            hippo=self.hippo is not None,
+            not_by_hippo=None if "hippo" in own else drafting,
+            uv_prune=self.uv_prune is not None,
+            not_by_uv_prune=None if "uv_prune" in own else drafting,
+            layerskip=self.layerskip is not None,
+            all_layers=None if "layerskip" in own else self.strategy,
+            tabed=self.tabed is not None,
+            one_context=None if "tabed" in own else self.strategy,
+            prefills_in_turn=not self.ablation.concurrent_prefill,
             no_draft_host=not self.draft_host,
         )
         if self.keep_tokens is None and self.keep_ratio is None:
@@ -178,6 +177,49 @@ class SpeculativeConfig(Checked):
         return longest_window(self.num_draft_tokens)
 
     @property
+    def keep_policy(self) -> str | None:
+        """The policy that chooses the draft's visual tokens; None if the strategy has no choice."""
+        return self.keep or STRATEGY_FACTS[self.strategy].keep
+
+    @property
+    def _own_settings(self) -> dict[str, type]:
+        """The classes of settings that the strategy and the keep policy have alone, by field."""
+        classes: dict[str, type] = {}
+        if STRATEGY_FACTS[self.strategy].skips_layers:
+            classes["layerskip"] = LayerSkipConfig
+        if STRATEGY_FACTS[self.strategy].reads_contexts:
+            classes["tabed"] = TabedConfig
+        if self.keep_policy is not None:
+            if KEEP_FACTS[self.keep_policy].ranks_by_terms:
+                classes["hippo"] = HippoConfig
+            if KEEP_FACTS[self.keep_policy].ranks_by_change:
+                classes["uv_prune"] = UVPruneConfig
+        return classes
+
+    def settings_of(self, kind: type[OwnSettings]) -> OwnSettings:
+        """Return the settings of one strategy or policy: those given, or its defaults.
+
+        Args:
+            kind: their class.
+        """
+        for given in (self.hippo, self.uv_prune, self.layerskip, self.tabed):
+            if isinstance(given, kind):
+                return given
+        return kind()
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings that must be the same on every host, JSON-ready.
+
+        The strategy's and the keep policy's own are those in force, also where none are given.
+        """
+        settings = asdict(self)
+        for name, kind in self._own_settings.items():
+            settings[name] = asdict(self.settings_of(kind))
+        return settings
+
+    @property
     def needs_caption(self) -> bool:
         """Whether the draft reads a caption instead of visual tokens."""
-        return STRATEGY_FACTS[self.strategy].reads_contexts and "C" in self.ensemble
+        reads_contexts = STRATEGY_FACTS[self.strategy].reads_contexts
+        return reads_contexts and "C" in self.settings_of(TabedConfig).contexts

@@ -239,7 +239,7 @@ def finish_reason(
 
 
 def decoder_behind(parts: ModelParts, prefill: PrefillResult) -> Decoder:
-    """Return what runs the model on tokens that follow a prefilled prompt."""
+    """Return the decoder of tokens that follow a prefilled prompt."""
     pruning = None
     if prefill.decode_pruning is not None:
         is_visual = parts.is_visual(prefill.inputs.input_ids[0])

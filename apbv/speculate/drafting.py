@@ -29,7 +29,6 @@ from .loops.decode_loops import Autoregressive, Captioner, SequentialSpeculation
 from .loops.link import Pair
 from .strategies.table import (
     STRATEGIES,
-    keep_policy,
     make_observer,
     reads,
     require_consistent,
@@ -194,7 +193,7 @@ class Drafting:
         Raises:
             InvalidConfigError: the prompt is rejected; the message says why.
         """
-        keep = None if self._config is None else keep_policy(self._config)
+        keep = None if self._config is None else self._config.keep_policy
         visual = inputs.visual
         if keep is not None and KEEP_FACTS[keep].needs_frames:
             if visual is not None and visual.kind == "image":

@@ -4,6 +4,7 @@ import argparse
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 from apbv.errors import InvalidRequestError
@@ -13,6 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
+from apbv.config import (
+    KEEP_FACTS,
+    HippoConfig,
+    SpeculativeAblationConfig,
+    TabedConfig,
+    UVPruneConfig,
+)
 from apbv.input.media.video import probe
 from apbv.input.prompts.rendering import RenderedPrompt
 from apbv.speculate import STRATEGIES
@@ -39,6 +47,18 @@ class Way:
     config: SpeculativeConfig | None
     engine: Engine | None
     stats: dict[str, list[dict]] = field(default_factory=dict)
+
+
+def speculative_config(settings: Mapping[str, Any]) -> SpeculativeConfig:
+    """Return the speculation that a preset describes (presets.toml)."""
+    fields = dict(settings)
+    if "hippo" in fields:
+        fields["hippo"] = HippoConfig(terms=tuple(fields["hippo"]["terms"]))
+    if "tabed" in fields:
+        fields["tabed"] = TabedConfig(**fields["tabed"])
+    if "ablation" in fields:
+        fields["ablation"] = SpeculativeAblationConfig(**fields["ablation"])
+    return SpeculativeConfig(**fields)
 
 
 def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
@@ -186,8 +206,12 @@ def _configs_with_variants(
     """
     scaled = {}
     for label, config in configs.items():
-        # A layer of the target lies --scale times as deep in the scaled one.
-        scaled[label] = replace(config, uv_layer=options.scale * config.uv_layer)
+        keep = config.keep_policy
+        if keep is not None and KEEP_FACTS[keep].ranks_by_change:
+            # A layer of the target lies --scale times as deep in the scaled one.
+            layer = options.scale * config.settings_of(UVPruneConfig).layer
+            config = replace(config, uv_prune=UVPruneConfig(layer=layer))
+        scaled[label] = config
     if not options.draft_host or options.preset is not None:
         return scaled
     with_draft_host = {}

@@ -52,6 +52,8 @@ from apbv.stats import StageTimer
 from apbv.testing import clips
 from apbv.testing.simulated import share_weights, simulate
 
+from .drafting import speculative_config
+
 T = TypeVar("T")
 # Answers to them are right or wrong as a whole; of a description the right tokens count.
 EXACT_TASKS = ("retrieval", "ordering", "counting")
@@ -403,7 +405,7 @@ def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[st
         fields = {}
         for name, value in settings.items():
             if name == "speculate":
-                speculate = SpeculativeConfig(**value)
+                speculate = speculative_config(value)
             elif name == "keeps":
                 keeps = value
             elif name == "ablation":

@@ -19,6 +19,7 @@ import torch
 
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig
+from apbv.config import TabedConfig
 from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
@@ -268,7 +269,7 @@ def test_presets_cover_the_papers_sweeps():
     # out instead.
     for name in ("tabed1", "tabed2"):
         config = speculative.configs_of(name, 0.3)["T"]
-        assert (config.strategy, config.ensemble) == ("tabed", "T")
+        assert (config.strategy, config.tabed) == ("tabed", TabedConfig(ensemble="T"))
     assert speculative.configs_of("parallelvlm1", 0.3)["OnSD"].strategy == "text_only"
 
 

@@ -283,7 +283,10 @@ def test_a_papers_table_of_drafts(run, tmp_path):
         assert record["end_to_end_speedup"] == pytest.approx(
             alone["total_ms"][0] / record["total_ms"][0]
         )
-        assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
+        assert (
+            figures["config"]["ablation"]["keep_losing_draft"] is True
+            and figures["accepted_in_a_row"] >= 0
+        )
 
 
 def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):

@@ -10,13 +10,14 @@ from apbv import (
     HostGroup,
     PrefillConfig,
     SamplingParams,
-    SpeculativeConfig,
     demo,
 )
 from apbv.config import VideoConfig
 from apbv.decode.answer import Answer
 from apbv.request.request import Question, Request, RequestSettings
 from apbv.stats import StageTimer
+
+from apbv_tests.configs import speculative_config
 
 QUESTION = "name the letters in order"
 MOST = 12
@@ -35,7 +36,7 @@ def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
     speculate = None
     if WAYS[way] is not None:
         settings = {**DRAFTING, **WAYS[way]}
-        speculate = SpeculativeConfig(**settings)
+        speculate = speculative_config(**settings)
     prefill = PrefillConfig(kv=kv)
     return Engine.from_pretrained(
         "demo", hosts=hosts, prefill=prefill, speculate=speculate, dtype="float32"

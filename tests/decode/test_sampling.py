@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, SamplingParams, demo
 from apbv.decode import sampling
 from apbv.decode.sampling import (
     PURPOSE_NEXT_TOKEN,
@@ -21,6 +21,8 @@ from apbv.decode.sampling import (
     probabilities,
     uniform,
 )
+
+from apbv_tests.configs import speculative_config
 
 
 def sample(logits, config, position):
@@ -206,7 +208,7 @@ def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
     assert engine.generate(question, video=video, max_new_tokens=16).token_ids != expected
     for nodes in (None, 12):  # where the draft is the target, it must penalise as the target does
         own = {"draft_model": demo.model_path(), "num_tree_nodes": nodes, "keep_losing_draft": True}
-        own = SpeculativeConfig(strategy="vanilla", **own)
+        own = speculative_config(strategy="vanilla", **own)
         drafting = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=own)
         told = drafting.generate(question, video=video, sampling=penalty)
         figures = told.stats["speculation"]

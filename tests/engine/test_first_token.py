@@ -5,10 +5,11 @@ from unittest import mock
 import pytest
 
 import apbv
-from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, ReuseConfig
 from apbv.kv.placement import ShardedKV
 from apbv.kv.storage import SavedKV
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 
 AFTERWARDS = 1000.0
@@ -34,7 +35,7 @@ class Clock:
 
 
 def build(hosts: HostGroup, config: dict, speculate: dict | None = None) -> Engine:
-    settings = speculate and SpeculativeConfig(keep_losing_draft=True, **speculate)
+    settings = speculate and speculative_config(keep_losing_draft=True, **speculate)
     return build_engine(
         hosts, "qwen2_5_vl", speculate=settings, passing_len=4, anchor_len=12, **config
     )

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from apbv import HostError, HostGroup, SamplingParams, SpeculativeConfig
+from apbv import HostError, HostGroup, SamplingParams
 from apbv.decode.batch import Batch
 from apbv.model.parts import inspect_model
 from apbv.prefilling import memory
@@ -14,6 +14,7 @@ from apbv.speculate.strategies.table import draft_batching_obstacle
 from apbv.stats import StageTimer
 
 from apbv_tests import families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import build_engine
 
 LOST = 77  # the seed of an answer that finds no memory on its decode host
@@ -28,7 +29,7 @@ WAYS = [
 
 
 def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
-    config = None if way is None else SpeculativeConfig(**{**SETTINGS, **way})
+    config = None if way is None else speculative_config(**{**SETTINGS, **way})
     engine = build_engine(hosts, "qwen2_5_vl", kv, config)
     questions = [
         {"prompt": "What happens here?", "video": clip, "num_frames": 8},
@@ -116,7 +117,7 @@ def test_a_prompt_without_room_waits_for_an_answer_to_end(pool, clip):
     ],
 )
 def test_drafts_that_draft_alone(strategy, settings, why):
-    config = SpeculativeConfig(strategy=strategy, **settings)
+    config = speculative_config(strategy=strategy, **settings)
     assert why in draft_batching_obstacle(config)
     with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
         SpeculativeBatch(inspect_model(families.build_model("llama")), config)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from apbv import Engine, HostError, HostGroup, SpeculativeConfig
+from apbv import Engine, HostError, HostGroup
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 
 REQUEST = {"num_frames": 8, "max_new_tokens": 8}
@@ -21,7 +22,7 @@ BESIDE = [
 
 
 def engine_of(hosts: HostGroup, way: dict | None, kv: str = "gathered") -> Engine:
-    speculate = way and SpeculativeConfig(keep_losing_draft=True, **way)
+    speculate = way and speculative_config(keep_losing_draft=True, **way)
     return build_engine(hosts, "qwen2_5_vl", kv, speculate, 1)
 
 

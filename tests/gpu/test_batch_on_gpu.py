@@ -13,6 +13,7 @@ from apbv.stats import StageTimer
 
 from apbv_tests import families
 from apbv_tests.answers import plain_tokens
+from apbv_tests.configs import speculative_config
 from apbv_tests.pretend_gpu import rehearsal, to_gpu
 from apbv_tests.rehearsals import on_gpus, resizing_as_on_gpu
 
@@ -106,7 +107,7 @@ def test_the_answers_are_those_of_the_cpu(clip):
 @pytest.mark.parametrize("strategy", ["vanilla", pytest.param("std", marks=pytest.mark.thorough)])
 def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     """And runs the draft's passes and the target's as graphs."""
-    speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=2, keep_losing_draft=True)
+    speculate = speculative_config(strategy=strategy, num_draft_tokens=2, keep_losing_draft=True)
     asked = [
         {"prompt": question, "video": str(clip), "num_frames": 2} for question in QUESTIONS[:2]
     ]

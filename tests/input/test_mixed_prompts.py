@@ -10,7 +10,7 @@ from PIL import Image
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig, prefill
 
 from apbv_tests import families
-from apbv_tests.configs import prefill_config
+from apbv_tests.configs import prefill_config, speculative_config
 from apbv_tests.engines import write_clip
 from apbv_tests.families import IMAGE_FAMILIES, VIDEO_FAMILIES
 from apbv_tests.pairs import each_choice
@@ -233,10 +233,10 @@ def answers_job(
 def test_drafts_read_mixed_prompts(pool, files):
     """No choice of visual tokens changes an answer, where frames have different numbers of them."""
     ways = [
-        SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4)
+        speculative_config(strategy="specvlm", keep=keep, keep_ratio=0.4)
         for keep in ("hippo", "specvlm")
     ]
-    ways.append(SpeculativeConfig(strategy="tabed", ensemble="MTP"))
+    ways.append(speculative_config(strategy="tabed", ensemble="MTP"))
     (plain, *others), *_ = pool.run(
         3, answers_job, "qwen2_5_vl", chat("everything", files), [None, *ways]
     )

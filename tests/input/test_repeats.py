@@ -27,7 +27,7 @@ from apbv.request.request import Question, Request
 from apbv.stats import StageTimer
 
 from apbv_tests import families, video_files
-from apbv_tests.configs import prefill_config
+from apbv_tests.configs import prefill_config, speculative_config
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import by_processor, relative_error, sampled
 
@@ -267,12 +267,12 @@ def test_drafts_read_what_is_left(pool, clips):
         {"strategy": "specvlm", "keep": "attention", "keep_ratio": 0.4},
         {"strategy": "tabed", "ensemble": "MTP"},
     ):
-        assert pool.run(2, drafted_job, messages, SpeculativeConfig(**settings))[0] == plain
+        assert pool.run(2, drafted_job, messages, speculative_config(**settings))[0] == plain
     refused = pool.run(
         2,
         drafted_job,
         messages,
-        SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4),
+        speculative_config(strategy="specvlm", keep="hippo", keep_ratio=0.4),
     )
     assert all("set use_token_compression to false" in each for each in refused)
 

@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig
 from apbv.kv.export.prefilled import own_heads
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 
 from apbv_tests import families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION
 from apbv_tests.fresh_hosts import Store, described, run_fresh
 from apbv_tests.patience import GROUP_TIMEOUT, HANGING
@@ -138,7 +139,7 @@ def ways_job(
     hosts = joined(processes, size) if size > 1 else processes
     found = []
     for prefill, speculate, sampled in ways:
-        config = SpeculativeConfig(draft_model=paths[1], **speculate) if speculate else None
+        config = speculative_config(draft_model=paths[1], **speculate) if speculate else None
         engine = Engine.from_pretrained(
             paths[0], prefill=PrefillConfig(**prefill), speculate=config, hosts=hosts
         )
@@ -188,7 +189,7 @@ def refused_job(processes: HostGroup, path: str):
         {"strategy": "std"},
         {"strategy": "vanilla", "draft_model": path, "draft_host": True},
     ):
-        config = SpeculativeConfig(**speculate)
+        config = speculative_config(**speculate)
         refused.append(
             described(
                 lambda config=config: Engine(None, whole.processor, hosts, None, None, config)

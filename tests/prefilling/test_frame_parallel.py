@@ -13,7 +13,6 @@ from apbv import (
     ModelInputs,
     ReduceConfig,
     ReuseConfig,
-    SpeculativeConfig,
     VideoConfig,
     plan,
     prefill,
@@ -25,7 +24,7 @@ from apbv.prefilling import forward
 from apbv.prefilling.methods import METHODS
 
 from apbv_tests import audio_files, families
-from apbv_tests.configs import prefill_config
+from apbv_tests.configs import prefill_config, speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.families import OMNI, VIDEO_FAMILIES
 from apbv_tests.omni_prompts import omni_batch
@@ -182,7 +181,7 @@ DRAFTS = [
 
 def draft_job(hosts: HostGroup, clip: str, speculate: dict, settings: dict):
     """An answer, and the draft's figures."""
-    config = SpeculativeConfig(keep_losing_draft=True, num_draft_tokens=3, **speculate)
+    config = speculative_config(keep_losing_draft=True, num_draft_tokens=3, **speculate)
     engine = build_engine(hosts, "qwen2_5_vl", speculate=config, draft_seed=0, **settings)
     answer = engine.generate(QUESTION, video=clip, num_frames=FRAMES, max_new_tokens=12)
     if config.draft_host:  # which drafts more or less while the others verify

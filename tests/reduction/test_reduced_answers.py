@@ -14,6 +14,7 @@ from apbv import (
 from apbv.kv.offers import Offers
 from apbv.prefilling.methods import METHODS
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.families import build_model, build_processor
 
 QUESTION = "name the letters in order"
@@ -71,7 +72,7 @@ def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv
 def test_what_does_not_go_together_is_refused():
     hosts = HostGroup.single("cpu")
     engine = engine_of(hosts, "dycoke")
-    beside = SpeculativeConfig(strategy="hippo", draft_host=True)
+    beside = speculative_config(strategy="hippo", draft_host=True)
     with Offers(hosts) as offers:
         reduce = PrefillConfig(reduce=ReduceConfig(method="dycoke"))
         for message, refused in (
@@ -117,7 +118,7 @@ def draft_job(hosts: HostGroup):
     settings = {"anchor_len": 20, "passing_len": 24}
     found = []
     for draft in DRAFTS:
-        config = SpeculativeConfig(keep_losing_draft=True, **draft)
+        config = speculative_config(keep_losing_draft=True, **draft)
         answer = ask(engine_of(hosts, "slowfast", config, **settings))
         found.append((answer.token_ids, answer.stats["speculation"]))
     return ask(engine_of(hosts, "slowfast", **settings)).token_ids, found

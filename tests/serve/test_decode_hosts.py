@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, demo
 from apbv.decode.batch import Batch
 from apbv.input.prompts.pixels import VideoReader
 from apbv.prefilling import language_model
@@ -30,6 +30,7 @@ from apbv.speculate.loops.decode_loop import PrefilledRequest
 from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.fresh_hosts import Store, run_fresh
 from apbv_tests.patience import HANGING, wait_for
 from apbv_tests.servers import InProcess, asking, chunks, data_url, follow_server, part, post
@@ -102,7 +103,7 @@ def app_or_follower(engine: Engine, split_tokens: int = 0) -> InProcess | None:
 def drafted_job(hosts: HostGroup) -> tuple | None:
     """The library's answer, and those of several decode hosts by drafts of their own; which host
     had them."""
-    speculate = SpeculativeConfig(
+    speculate = speculative_config(
         strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
     )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
@@ -243,7 +244,7 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
 
     The first is about a damaged video. The others' files are sent, too.
     """
-    speculate = SpeculativeConfig(
+    speculate = speculative_config(
         strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
     )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)

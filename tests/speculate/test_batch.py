@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
+from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import begin_answer
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
@@ -28,6 +28,7 @@ from apbv.stats import StageTimer
 
 from apbv_tests import families
 from apbv_tests.answers import answer_by, decoder_behind, plain_tokens
+from apbv_tests.configs import speculative_config
 from apbv_tests.drafters import PATTERNS, ScriptedDrafter
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, text_batch
 from apbv_tests.table_model import NUM_SAMPLES, TableModel, surprise_of, tables
@@ -42,7 +43,8 @@ SAMPLINGS += [
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
 SAMPLINGS += [replace(SAMPLINGS[4], repetition_penalty=1.3, frequency_penalty=0.4)]
-FIXED = SpeculativeConfig(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
+FIXED = speculative_config(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
+AUTO = speculative_config(strategy="ngram", num_draft_tokens="auto")
 NUM_PROMPTS = 3
 NUM_BATCHES = 100
 
@@ -157,9 +159,7 @@ MODELS = ["nan", "target", "noisy", "own KV", "layerskip"]
 
 
 @pytest.mark.filterwarnings("ignore:decoding continues without the draft")
-@pytest.mark.parametrize(
-    "config", [FIXED, replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)]
-)
+@pytest.mark.parametrize("config", [FIXED, AUTO])
 def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     """Sampled ones too, where the same windows draw with the same numbers."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
@@ -358,9 +358,7 @@ def test_windows_of_the_highest_goodput():
 
 
 def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_later():
-    batch = SpeculativeBatch(
-        parts_of(), replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)
-    )
+    batch = SpeculativeBatch(parts_of(), AUTO)
     pace = batch.pace
     seconds = {1: lambda count: 1 + 0.1 * count, 4: lambda count: 1 + 0.5 * count}
 

@@ -14,7 +14,6 @@ from apbv import (
     InvalidConfigError,
     ReduceConfig,
     SamplingParams,
-    SpeculativeConfig,
 )
 from apbv.prefilling.prefiller import Prefiller
 from apbv.request.request import Question, Request
@@ -22,6 +21,7 @@ from apbv.speculate.drafters.drafters import ModelDrafter
 from apbv.speculate.loops.link import Link
 from apbv.stats import StageTimer
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.patience import HANGING, wait_for
 
@@ -42,7 +42,7 @@ def engine_of(
     speculate = None
     if way is not None:
         settings = {"draft_host": True, "keep_losing_draft": True, **way}
-        speculate = SpeculativeConfig(**settings)
+        speculate = speculative_config(**settings)
     return build_engine(hosts, "qwen2_5_vl", kv, speculate, draft_seed, **prefill)
 
 

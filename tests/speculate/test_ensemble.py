@@ -15,7 +15,7 @@ from transformers.models.llava_next.modeling_llava_next import (
     unpad_image,
 )
 
-from apbv import HostGroup, ModelInputs, SpeculativeConfig
+from apbv import HostGroup, ModelInputs
 from apbv.config import SamplingParams
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
@@ -30,6 +30,7 @@ from apbv.speculate.strategies.ensemble import (
 )
 
 from apbv_tests import families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import CAPTION, QUESTION
 from apbv_tests.prompts import processed
 
@@ -166,7 +167,7 @@ def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, 
         state=None,
         scores=None,
         hosts=HostGroup.single(),
-        config=SpeculativeConfig(strategy="tabed", ensemble=ensemble),
+        config=speculative_config(strategy="tabed", ensemble=ensemble),
         keep="full",
         sampling=config,
         vocab_size=parts.vocab_size,

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, demo
 
 from apbv_tests import families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import CAPTION, QUESTION
 from apbv_tests.prompts import UNCOMPRESSED
 
@@ -45,7 +46,7 @@ def engine_of(hosts: HostGroup, family: str, way: str, kv: str = "gathered") -> 
     target, draft, processor = pair_of(family)
     config = None
     if WAYS[way] is not None:
-        config = SpeculativeConfig(keep_losing_draft=True, **WAYS[way])
+        config = speculative_config(keep_losing_draft=True, **WAYS[way])
     needs_draft = config is not None and config.strategy not in ("std", "layerskip")
     return Engine(
         target,
@@ -109,7 +110,7 @@ def beside_job(hosts: HostGroup, family: str) -> tuple:
         None if is_draft else target,
         processor,
         hosts,
-        speculate=SpeculativeConfig(strategy="vanilla", draft_host=True),
+        speculate=speculative_config(strategy="vanilla", draft_host=True),
         draft=draft if is_draft else None,
     )
     answer = engine.generate(QUESTION, images=images(2), max_new_tokens=STEPS)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from apbv import HostGroup, SpeculativeConfig
+from apbv import HostGroup
 from apbv.config import SamplingParams
 from apbv.kv.placement import GatheredKV, ShardedKV
 from apbv.kv.select import select_kv
@@ -14,6 +14,7 @@ from apbv.model.parts import inspect_model
 from apbv.runner.decoder import Decoder
 from apbv.speculate.drafters.drafters import ModelDrafter
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 
 VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
@@ -42,7 +43,7 @@ def verified_job(hosts: HostGroup, strategy: str, kv: str, num_nodes: int | None
         "keep_losing_draft": True,
     }
     with patch.object(ModelDrafter, "propose", listened), patch.object(placed, "select", noted):
-        engine = build_engine(hosts, "qwen2_5_vl", kv, SpeculativeConfig(**way))
+        engine = build_engine(hosts, "qwen2_5_vl", kv, speculative_config(**way))
         figures = engine.generate(QUESTION, **request).stats["speculation"]
     if hosts.rank:
         return None

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from apbv import HostGroup, SpeculativeConfig, prefill
+from apbv import HostGroup, prefill
 from apbv.kernels import spatial_variety, temporal_change
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encoding.vision import encode_visual
@@ -19,7 +19,7 @@ from apbv.speculate.strategies.table import make_observer
 from apbv.testing.simulated import simulate
 
 from apbv_tests import families
-from apbv_tests.configs import prefill_config
+from apbv_tests.configs import prefill_config, speculative_config
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
@@ -71,7 +71,7 @@ def watched_job(
     config = prefill_config(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
     watching = [score_observers.Relevance(), score_observers.HeadAttention()]
     watching += [
-        make_observer(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)
+        make_observer(speculative_config(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score_observers, "MOST_SCORES", most_scores)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
 from apbv.config import SamplingParams
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encoding.vision import encode_visual
@@ -19,6 +19,7 @@ from apbv.speculate.drafters.tree import Tree
 from apbv.speculate.strategies import builders
 
 from apbv_tests import audio_files, families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.families import OMNI
 from apbv_tests.omni_prompts import ASKED, FRAMES, embedded, omni_batch
@@ -56,7 +57,7 @@ def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
     proposed."""
     model = families.build_model("qwen2_5_vl", dtype=torch.float64)
     draft = families.build_model("qwen2", dtype=torch.float64)
-    way = SpeculativeConfig(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
+    way = speculative_config(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
     engine = partial(
         Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded")
     )
@@ -93,7 +94,7 @@ def test_a_text_only_model_drafts_from_the_text(pool, clip):
 def test_a_text_only_draft_has_the_targets_tokens(tmp_path):
     families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
     folder = families.save_checkpoint("qwen2", tmp_path / "draft")
-    speculate = SpeculativeConfig(strategy="text_only", draft_model=str(folder))
+    speculate = speculative_config(strategy="text_only", draft_model=str(folder))
     load = partial(
         Engine.from_pretrained, tmp_path / "target", speculate=speculate, hosts=HostGroup.single()
     )
@@ -158,7 +159,7 @@ def test_a_draft_hears_everything_and_sees_what_it_keeps(pool, heard, num_hosts,
 def heard_job(hosts: HostGroup, path: str, way: dict | None):
     speculate = None
     if way is not None:
-        speculate = SpeculativeConfig(keep_losing_draft=True, **way)
+        speculate = speculative_config(keep_losing_draft=True, **way)
     engine = build_engine(hosts, OMNI, "gathered", speculate, 0, passing_len=10**6)
     answer = engine.generate(ASKED, video=path, num_frames=FRAMES, max_new_tokens=STEPS)
     return answer.token_ids, answer.stats

@@ -18,6 +18,7 @@ from apbv.speculate.drafters.drafters import ModelDrafter
 from apbv.speculate.loops import speculative_batch
 
 from apbv_tests import families
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.oracle import masked_attention, with_attention
 from apbv_tests.pairs import pairwise
@@ -39,7 +40,7 @@ QUESTIONS = (QUESTION, "And who is it that comes in?", "Why?")
 
 def config_of(way: dict) -> SpeculativeConfig:
     settings = {"keep_losing_draft": True, "num_draft_tokens": GAMMA, **way}
-    return SpeculativeConfig(**settings)
+    return speculative_config(**settings)
 
 
 def engine_of(hosts: HostGroup, kv: str, way: dict | None):

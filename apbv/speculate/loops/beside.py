@@ -1,7 +1,7 @@
 """Parallel drafting: target and draft on different hosts."""
 
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from ...prefilling.prefiller import Prefiller, ReadRequest
 from ...prefilling.result import PrefillResult
 from ...request.request import Request
 from ..drafters.draft import DraftTask
-from ..strategies.table import STRATEGIES, keep_policy, make_observer
+from ..strategies.table import STRATEGIES, make_observer
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop
 from .link import Pair
 from .pace import Pace
@@ -47,13 +47,13 @@ class ParallelSpeculation(DecodeLoop):
                 observer = None
                 if read.inputs.visual is not None:
                     observer = make_observer(self._config, self._target)
-                if observer is not None and self._config.concurrent_prefill:
+                if observer is not None and self._config.ablation.concurrent_prefill:
                     # The draft can use its scores before the prefill ends.
                     observer.request_early(partial(self._pair.send_scores, waits=False))
                 # It cannot be cancelled: the draft host would be lost with it.
                 uncancellable = replace(read.request, may_cancel=False)
                 state = prefiller.run(replace(read, request=uncancellable), observer)
-                if not self._config.concurrent_prefill:
+                if not self._config.ablation.concurrent_prefill:
                     self._pair.allow_prefill()
                 answered = self._decode(read.request, observer, state)
             except BaseException:
@@ -70,9 +70,9 @@ class ParallelSpeculation(DecodeLoop):
             if observer is not None:
                 pair.send_scores(observer.result())
             answer = begin_answer(self._target, state, request)
-            pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
+            pace = Pace(config.most_draft_tokens, config.ablation.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
-        figures = {**asdict(config), **stats.summary(len(tokens))}
+        figures = {**config.shared, **stats.summary(len(tokens))}
         return DecodedAnswer(tokens, answer.logprobs, figures)
 
 
@@ -137,7 +137,7 @@ class DraftHost(DecodeLoop):
         inputs = read.inputs
         timer = read.request.timer
         is_scored = inputs.visual is not None and make_observer(config, parts) is not None
-        if not config.concurrent_prefill:
+        if not config.ablation.concurrent_prefill:
             link.expect_verdict().wait()
         awaited = link.expect_verdict() if is_scored else None
 
@@ -154,7 +154,7 @@ class DraftHost(DecodeLoop):
             scores=scores if is_scored else None,
             hosts=self.hosts,
             config=config,
-            keep=keep_policy(config),
+            keep=config.keep_policy,
             sampling=read.request.sampling,
             vocab_size=link.shared_vocab,
             leave_last=True,

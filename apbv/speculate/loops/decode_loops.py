@@ -6,7 +6,7 @@ the prefill, and decodes the answer.
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...prefilling.reduction.choosing import Reduction
 from ...prefilling.result import PrefillResult
 from ...request.request import Request
 from ..drafters.draft import Draft, DraftTask
-from ..strategies.table import STRATEGIES, draft_tree, keep_policy, make_observer
+from ..strategies.table import STRATEGIES, draft_tree, make_observer
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop, PrefilledRequest
 from .pace import Pace
 from .serial import SpeculationStats, generate_speculatively
@@ -126,7 +126,7 @@ class SequentialSpeculation(DecodeLoop):
 
     def answered(self, begun: PrefilledRequest, decoded: DecodedAnswer) -> DecodedAnswer:
         figures = {
-            **asdict(self._config),
+            **self._config.shared,
             **(decoded.figures or {}),
             "num_tree_nodes": None if self._tree is None else self._tree.num_drafted,
             "num_visual_tokens_drafted_from": begun.own_draft.num_visual,
@@ -166,7 +166,7 @@ class SequentialSpeculation(DecodeLoop):
             hosts=self.hosts,
             decode_host=read.request.decode_host,
             config=config,
-            keep=keep_policy(config),
+            keep=config.keep_policy,
             sampling=read.request.sampling,
             vocab_size=self._target.vocab_size,
             drafts_tree=self._tree is not None,
@@ -180,7 +180,7 @@ class SequentialSpeculation(DecodeLoop):
         config = self._config
         if draft.runs(self._target):
             draft.model_drafter.newest_kv = answer.decoder.newest_kv
-        pace = Pace(config.num_draft_tokens, config.keep_losing_draft)
+        pace = Pace(config.num_draft_tokens, config.ablation.keep_losing_draft)
         _, stats = generate_speculatively(answer, draft.drafter, pace, self._tree)
         return stats
 

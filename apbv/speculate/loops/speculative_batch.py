@@ -236,7 +236,9 @@ class SpeculativeBatch(Batch):
         """Return the chooser of draft lengths for a batch of this size."""
         if size not in self._pace_of_size:
             config = self._config
-            self._pace_of_size[size] = Pace(config.num_draft_tokens, config.keep_losing_draft, size)
+            self._pace_of_size[size] = Pace(
+                config.num_draft_tokens, config.ablation.keep_losing_draft, size
+            )
         return self._pace_of_size[size]
 
     def _take_in(self) -> None:

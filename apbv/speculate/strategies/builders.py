@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...config import KEEP_FACTS
+from ...config import KEEP_FACTS, HippoConfig, LayerSkipConfig, TabedConfig
 from ...prefilling.encoding.vision import encode_visual
 from ...prefilling.reduction.choosing import keep_best, keep_even
 from ..drafters.draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
@@ -37,7 +37,7 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     if facts.selects_frames:
         return keep_from_frames(task.draft_parts, task.inputs, rows, task.hosts, keep, count)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
-    terms = task.config.hippo_terms
+    terms = task.config.settings_of(HippoConfig).terms
     scores = local_semantics(task.draft_parts, task.inputs, rows, task.hosts, terms)
     if "attention" in terms:
         scores = with_relevance(task.draft_parts, task.inputs, scores, task.read_scores())
@@ -108,8 +108,8 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
         return draft_by_model(task)
     rows = None
     kept = torch.empty(0, dtype=torch.long)
-    ensemble = task.config.ensemble
-    if "M" in ensemble or "P" in ensemble:  # the other contexts are text
+    letters = task.config.settings_of(TabedConfig).contexts
+    if "M" in letters or "P" in letters:  # the other contexts are text
         rows = encode_visual(task.draft_parts, task.inputs.visual)
         kept = kept_visual_tokens(task, rows)
     contexts = read_contexts(task, kept, rows)
@@ -160,7 +160,8 @@ def draft_by_first_layers(task: DraftTask) -> Draft:
 
     The authors train a model for that; here, as in STD's paper, it is any model.
     """
-    num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
+    ratio = task.config.settings_of(LayerSkipConfig).layer_ratio
+    num_layers = max(1, round(ratio * task.target.num_layers))
     cache = task.prefilled.kv.first_layers(num_layers)
     drafter = task.drafter(task.target.with_first_layers(num_layers), cache)
     return Draft(drafter, task.inputs.num_visual_tokens)

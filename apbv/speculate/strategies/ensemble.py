@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from ...config import TabedConfig
 from ...device.copies import to_device
 from ...input.prompts.model_inputs import ModelInputs
 from ...input.prompts.visual import VisualItem
@@ -95,7 +96,7 @@ def read_contexts(
     inputs = task.inputs
     hosts = task.hosts
     contexts = []
-    for letter in task.config.ensemble.rstrip("*"):
+    for letter in task.config.settings_of(TabedConfig).contexts:
         cache = None
         if letter == "M":
             cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
@@ -273,7 +274,7 @@ class EnsembleDrafter(ModelDrafter):
         padding = [longest - length for length in lengths]
         self._attention = PaddedAttention(parts.backend, padding)
         self._policy: AdaptedWeights | None = None
-        if task.config.ensemble.endswith("*"):
+        if task.config.settings_of(TabedConfig).adapts_weights:
             self._policy = AdaptedWeights(len(contexts))
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
         self.weights = to_device(equal, device)

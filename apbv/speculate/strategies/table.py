@@ -5,7 +5,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import KEEP_FACTS, STRATEGY_FACTS, PrefillConfig, SpeculativeConfig, StrategyFacts
+from ...config import (
+    KEEP_FACTS,
+    STRATEGY_FACTS,
+    HippoConfig,
+    PrefillConfig,
+    SpeculativeConfig,
+    StrategyFacts,
+    TabedConfig,
+    UVPruneConfig,
+)
 from ...config.refusals import refuse
 from ...errors import InvalidConfigError
 from ...hosts import HostGroup
@@ -37,14 +46,9 @@ class Strategy:
     observer: Callable[[SpeculativeConfig, ModelParts], PrefillObserver | None] = _no_observer
 
 
-def keep_policy(config: SpeculativeConfig) -> str | None:
-    """Return the keep policy for the draft's visual tokens."""
-    return config.keep or STRATEGY_FACTS[config.strategy].keep
-
-
 def prunes(config: SpeculativeConfig) -> bool:
     """Return whether ``keep_ratio`` or ``keep_tokens`` limits the draft's visual tokens."""
-    return STRATEGY_FACTS[config.strategy].prunes_kv or _selects(keep_policy(config))
+    return STRATEGY_FACTS[config.strategy].prunes_kv or _selects(config.keep_policy)
 
 
 def _selects(keep: str | None) -> bool:
@@ -54,11 +58,12 @@ def _selects(keep: str | None) -> bool:
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     """Return whether the draft's visual tokens are chosen by scores of the target's prefill."""
-    keep = keep_policy(config)
+    keep = config.keep_policy
     if keep is None:
         return False
     facts = KEEP_FACTS[keep]
-    has_term_of_prefill = facts.ranks_by_terms and "attention" in config.hippo_terms
+    terms = config.settings_of(HippoConfig).terms
+    has_term_of_prefill = facts.ranks_by_terms and "attention" in terms
     return facts.ranks_by_prefill or has_term_of_prefill
 
 
@@ -68,9 +73,10 @@ def _head_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObser
 
 def _keep_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
     """Return the observer whose scores the keep policy ranks by; None if it needs none."""
-    keep = keep_policy(config)
+    keep = config.keep_policy
     if keep is not None and KEEP_FACTS[keep].ranks_by_change:
-        return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
+        layer = config.settings_of(UVPruneConfig).layer
+        return SimilarityChange(min(layer, parts.num_layers - 1), parts.num_layers)
     return Relevance() if ranks_by_prefill(config) else None
 
 
@@ -123,7 +129,7 @@ def require_consistent(
     """
     name = config.strategy
     strategy = STRATEGY_FACTS[config.strategy]
-    keep = keep_policy(config)
+    keep = config.keep_policy
     drops_nothing = not _selects(keep) or strategy.needs_verdicts
     ranking = f"keep={keep!r}" if ranks_by_prefill(config) else None
     refuse(
@@ -143,7 +149,7 @@ def require_consistent(
         prune_kv=config.prune == "kv",
         drops_nothing=name if drops_nothing else None,
         ranking_on_draft_host=ranking if config.draft_host else None,
-        caption=config.ensemble if config.needs_caption else None,
+        caption=config.settings_of(TabedConfig).ensemble if config.needs_caption else None,
         no_captioner=not has_captioner,
     )
 
@@ -160,16 +166,12 @@ def require_effective(config: SpeculativeConfig, given_settings: Collection[str]
     """
     name = config.strategy
     strategy = STRATEGY_FACTS[config.strategy]
-    keep = keep_policy(config)
+    keep = config.keep_policy
     prunes_prompt = _selects(keep) and not strategy.needs_verdicts
-    ranks_by_terms = keep is not None and KEEP_FACTS[keep].ranks_by_terms
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
-        ("hippo_terms", ranks_by_terms, "does not rank visual tokens by HIPPO's scores"),
         ("prune", prunes_prompt, "prunes nothing from its draft's prompt or KV"),
-        ("layer_ratio", strategy.skips_layers, "runs all layers of its draft"),
-        ("ensemble", strategy.reads_contexts, "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given_settings and not applies:

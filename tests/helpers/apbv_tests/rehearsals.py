@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torchvision.transforms.v2.functional import _geometry
 
-from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, ReuseConfig
 
+from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
 from apbv_tests.interpreting import keep_replaced
 from apbv_tests.patience import GROUP_TIMEOUT
@@ -44,7 +45,7 @@ class Case:
 
     def engine(self, hosts: HostGroup, gpu: Machine | None = None) -> Engine:
         """An engine on these hosts; the models are put on this host's GPU."""
-        speculate = None if self.speculate is None else SpeculativeConfig(**self.speculate)
+        speculate = None if self.speculate is None else speculative_config(**self.speculate)
         return build_engine(
             hosts,
             self.family,

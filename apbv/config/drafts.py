@@ -1,0 +1,114 @@
+"""Settings of single drafting strategies, and of single policies that choose visual tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import Checked, integer, number, setting
+from .names import CONTEXTS, HIPPO_TERMS
+
+
+def _are_terms(terms: Any) -> bool:
+    if not isinstance(terms, tuple):
+        return False
+    return bool(terms) and all(term in HIPPO_TERMS for term in terms)
+
+
+def _is_ensemble(letters: Any) -> bool:
+    if not isinstance(letters, str):
+        return False
+    is_adaptive = letters.endswith("*")
+    contexts = letters.removesuffix("*")
+    are_known = set(contexts) <= set(CONTEXTS)
+    are_different = len(set(contexts)) == len(contexts)
+    # Weights can be adapted to one another only.
+    fewest = 2 if is_adaptive else 1
+    return are_known and are_different and len(contexts) >= fewest
+
+
+@dataclass(frozen=True, kw_only=True)
+class HippoConfig(Checked, name="hippo "):
+    """Settings of the policy ``"hippo"``, HIPPO's choice of the visual tokens that a draft sees.
+
+    Attributes:
+        terms: the terms of its scores (Eq. 7): attention, change over time, variety in space. The
+            paper's ablations leave one out.
+
+    Raises:
+        InvalidConfigError: there is no term, or an unknown one.
+    """
+
+    terms: tuple[str, ...] = setting(
+        HIPPO_TERMS,
+        f"be some of {', '.join(HIPPO_TERMS)}",
+        _are_terms,
+        choices=HIPPO_TERMS,
+        help="terms of HIPPO's score (default: all)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UVPruneConfig(Checked, name="uv_prune "):
+    """Settings of the policy ``"uv_prune"``, ParallelVLM's choice of visual tokens for a draft.
+
+    Attributes:
+        layer: the last layer of the target that it observes, at most the target's last but one; 20
+            in the paper.
+
+    Raises:
+        InvalidConfigError: the layer is not a positive integer.
+    """
+
+    layer: int = integer(1, 2**31 - 1, 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipConfig(Checked, name="layerskip "):
+    """Settings of the strategy ``"layerskip"``.
+
+    Attributes:
+        layer_ratio: the share of the target's layers that it drafts with, the first ones; half of
+            them by default, as nobody trained them to be left early.
+
+    Raises:
+        InvalidConfigError: the share is out of range.
+    """
+
+    layer_ratio: float = number(
+        "lie in (0, 1]",
+        lambda share: 0 < share <= 1,
+        0.5,
+        help="share of the target's layers that layerskip drafts with (default 0.5)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TabedConfig(Checked, name="tabed "):
+    """Settings of the strategy ``"tabed"``.
+
+    Attributes:
+        ensemble: the contexts that it drafts from: the prompt with the visual tokens that ``keep``
+            preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``:
+            weighted by their divergence from the target in the answer so far, instead of equally.
+            The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C needs a captioner.
+
+    Raises:
+        InvalidConfigError: a letter is unknown or occurs twice, or weights of one context are to be
+            adapted.
+    """
+
+    ensemble: str = setting(
+        "MT*",
+        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
+        _is_ensemble,
+        help="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
+    )
+
+    @property
+    def contexts(self) -> str:
+        """The letters of the contexts."""
+        return self.ensemble.removesuffix("*")
+
+    @property
+    def adapts_weights(self) -> bool:
+        """Whether the contexts' weights follow their divergence from the target."""
+        return self.ensemble.endswith("*")
