@@ -79,9 +79,9 @@ def test_unknown_names_are_refused_with_the_known_ones(settings, name, known):
 def test_the_names_are_those_of_the_registries():
     """The command line offers them without importing what they stand for."""
     assert {name: method.facts for name, method in METHODS.items()} == config.METHOD_FACTS
-    assert tuple(METHODS) == config.METHOD_NAMES
+    assert list(METHODS) == list(config.METHOD_NAMES)
     assert tuple(BACKENDS) == config.BACKEND_NAMES
-    assert tuple(STRATEGIES) == config.STRATEGY_NAMES
+    assert list(STRATEGIES) == list(config.STRATEGY_NAMES)
     assert {name: way.facts for name, way in STRATEGIES.items()} == config.STRATEGY_FACTS
     for name in config.DTYPE_NAMES:
         assert name == "auto" or isinstance(getattr(torch, name), torch.dtype)

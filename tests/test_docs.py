@@ -9,19 +9,26 @@ import re
 import runpy
 import shlex
 import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apbv import demo
 from apbv.compat.versions import how_to_install
-from apbv.config import SPARSE_CONFIGS
+from apbv.config import (
+    KEEP_FACTS,
+    METHOD_FACTS,
+    REDUCER_FACTS,
+    SPARSE_CONFIGS,
+    STRATEGY_FACTS,
+)
 from apbv.config.refusals import CONFLICTS
 from apbv.launch.options import SPARSE, Setting
 from apbv.serve.settings import MediaLimits, ServerSettings
-from apbv.speculate import STRATEGIES
 from tests.test_structure import LAYERS
 
 from apbv_tests.documents import (
@@ -30,6 +37,7 @@ from apbv_tests.documents import (
     README,
     answer_to,
     blocks_in,
+    cells_in,
     commands_in,
     marked,
     output_of,
@@ -174,17 +182,26 @@ PREFILL = ROOT / "docs" / "prefill.md"
 SERVING = ROOT / "docs" / "serving.md"
 DEMO_README = ROOT / "apbv" / "demo" / "README.md"
 LINKED_PAGES = (*PAGES, DEMO_README)
+
+
+def listed(facts: Mapping[str, Any], has_it: Callable[[Any], bool], joint: str = "or") -> str:
+    """The names of those that have it, as a sentence lists them."""
+    *names, last = [f"`{name}`" for name, each in facts.items() if has_it(each)]
+    return f"{', '.join(names)} {joint} {last}" if names else last
+
+
 # Names of features on the page.
 FEATURES = {
     "anchor_query": "`--anchor-query`",
     "no_anchor": "a method without an anchor",
     "sparse": "`--sparse`",
-    "dense_method": "`zigzag_ring` or `ulysses`",
+    "dense_method": listed(METHOD_FACTS, lambda method: not method.takes_sparse),
     "other_sparse_method": "a different sparse `--method`",
     "reduction": "`--reduce`",
     "layer_reduction": "`--reduce` between layers",
     "early_reduction": "`--reduce` before the language model",
-    "other_ranking": "any other `--reduce` than `fastv` and `pdrop`",
+    "other_ranking": "any other `--reduce` than "
+    + listed(REDUCER_FACTS, lambda reducer: reducer.ranks_by_asking, "and"),
     "reduce_layer": "`--reduce-layer`",
     "reduce_asked_by": "`--reduce-asked-by`",
     "decode_pruning": "`--reduce-decode-ratio`",
@@ -204,16 +221,16 @@ FEATURES = {
     "one_host": "one host",
     "prefills_in_turn": "`SpeculativeAblationConfig(concurrent_prefill=False)`",
     "no_draft_host": "no `--draft-host`",
-    "one_model": "`std`, `streaming`, `layerskip` or `ngram`",
-    "self_drafting": "`std`, `streaming` or `layerskip`",
+    "one_model": listed(STRATEGY_FACTS, lambda strategy: not strategy.needs_draft_model),
+    "self_drafting": listed(STRATEGY_FACTS, lambda strategy: strategy.runs_target),
     "quantized": "quantized weights",
     "adapter": "`--adapter`",
     "tensor_parallel": "`--tensor-parallel`",
-    "learning_draft": "`tabed`",
+    "learning_draft": listed(STRATEGY_FACTS, lambda strategy: strategy.needs_verdicts),
     "tree": "a draft tree",
-    "chain_only": "`tabed` or `ngram`",
+    "chain_only": listed(STRATEGY_FACTS, lambda strategy: not strategy.drafts_trees),
     "keep": "`--keep`",
-    "no_choice": "`text_only`, `std`, `streaming`, `layerskip` or `ngram`",
+    "no_choice": listed(STRATEGY_FACTS, lambda strategy: strategy.keep is None),
     "keep_ratio": "`--keep-ratio`",
     "keep_tokens": "`--keep-tokens`",
     "fixed_share": "a strategy that keeps all visual tokens, or none",
@@ -226,7 +243,8 @@ FEATURES = {
     "tabed": "`--ensemble`",
     "one_context": "any other draft than `tabed`",
     "prune_kv": "`--prune kv`",
-    "drops_nothing": "a strategy that keeps all visual tokens or none, or `tabed`",
+    "drops_nothing": "a strategy that keeps all visual tokens or none, or "
+    + listed(STRATEGY_FACTS, lambda strategy: strategy.needs_verdicts),
     "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
     "caption": "`--ensemble` with a C",
     "no_captioner": "no `--captioner`",
@@ -463,16 +481,27 @@ def test_the_page_about_choosing_has_the_table_of_refusals():
     require_table(CHOOSING, text_table(["option", "incompatible with"], rows))
     named = {feature for conflict in CONFLICTS for feature in conflict[:2]}
     assert named == set(FEATURES)
-    for feature, has_it in (
-        ("one_model", lambda strategy: not strategy.needs_draft_model),
-        ("self_drafting", lambda strategy: strategy.runs_target),
-        ("chain_only", lambda strategy: not strategy.drafts_trees),
-        ("no_choice", lambda strategy: strategy.keep is None),
-    ):
-        told = set(re.findall(r"`(\w+)`", FEATURES[feature]))
-        assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy.facts)}, (
-            feature
-        )
+
+
+@pytest.mark.parametrize(
+    ("page", "option", "facts"),
+    [
+        ("prefill.md", "`--method`", METHOD_FACTS),
+        ("reduction.md", "`--reduce`", REDUCER_FACTS),
+        ("speculation.md", "`--speculate`", STRATEGY_FACTS),
+        ("speculation.md", "`--keep`", KEEP_FACTS),
+    ],
+)
+def test_a_page_has_a_row_for_every_name(page, option, facts):
+    """Of its tables, those whose first column has the option's name."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    told: list[str] = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, _, *rows = table.splitlines()
+        if cells_in(header)[0] == option:
+            for row in rows:
+                told += _INLINE_CODE.findall(cells_in(row)[0])
+    assert set(told) == set(facts)
 
 
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -9,9 +9,11 @@ from .drafts import HippoConfig, LayerSkipConfig, TabedConfig, UVPruneConfig
 from .facts import (
     KEEP_FACTS,
     METHOD_FACTS,
+    REDUCER_FACTS,
     STRATEGY_FACTS,
     KeepFacts,
     MethodFacts,
+    ReducerFacts,
     StrategyFacts,
 )
 from .names import (

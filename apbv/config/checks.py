@@ -1,6 +1,6 @@
 """Config fields with their constraints, from which the command line builds its options."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -32,9 +32,10 @@ class Checked:
             if may_be is None or (value is None and each.default is None):
                 continue
             if not may_be(value):
-                raise self._error(
-                    f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}"
-                )
+                says = each.metadata["says"]
+                if says is None:
+                    says = f"be one of {', '.join(map(str, each.metadata['choices']))}"
+                raise self._error(f"{self._prefix}{each.name} must {says}, not {value!r:.200}")
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,16 @@ class Allowed:
 
 def setting(
     default: Any,
-    says: str,
+    says: str | None,
     may_be: Callable[[Any], bool],
     kind: type = str,
-    choices: Sequence[str | int] | None = None,
+    choices: Collection[str | int] | None = None,
     help: str | None = None,
 ):
     """Make a field.
 
     Args:
-        says: the requirement, for the error message.
+        says: the requirement, for the error message; None: to be one of the choices.
         may_be: whether a value meets it.
         kind: type of the command-line option.
         choices: the allowed names.
@@ -91,13 +92,11 @@ def switch(default: bool, help: str | None = None):
     return setting(default, "be true or false", Allowed((bool,)), bool, help=help)
 
 
-def one_of(known: Sequence[str | int], default: Any = MISSING, help: str | None = None):
-    """Make a field that takes one of these values."""
-    kind = type(known[0])
-    says = f"be one of {', '.join(map(str, known))}"
-    return setting(
-        default, says, Allowed((kind,), lambda value: value in known), kind, known, help=help
-    )
+def one_of(known: Collection[str | int], default: Any = MISSING, help: str | None = None):
+    """Make a field that takes one of these values, also of those that are added to them later."""
+    kind = type(next(iter(known)))
+    may_be = Allowed((kind,), lambda value: value in known)
+    return setting(default, None, may_be, kind, known, help=help)
 
 
 def integer(low: int, high: int, default: int | None, **about):

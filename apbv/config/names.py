@@ -10,10 +10,11 @@ GENERATION_CONFIGS = ("auto", "neutral")
 PRUNINGS = ("kv", "prompt")
 HIPPO_TERMS = ("attention", "time", "space")
 # The names in the registries, which need torch: a command line lists them without importing it.
-METHOD_NAMES = tuple(METHOD_FACTS)
+# Views have the names that another program adds, too; tuples those that come with the package.
+METHOD_NAMES = METHOD_FACTS.keys()
 SPARSE_NAMES = tuple(name for name, facts in METHOD_FACTS.items() if facts.is_sparse)
-STRATEGY_NAMES = tuple(STRATEGY_FACTS)
-KEEP_POLICIES = tuple(KEEP_FACTS)
+STRATEGY_NAMES = STRATEGY_FACTS.keys()
+KEEP_POLICIES = KEEP_FACTS.keys()
 FRAME_POLICIES = tuple(name for name, facts in KEEP_FACTS.items() if facts.selects_frames)
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"

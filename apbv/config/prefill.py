@@ -76,7 +76,7 @@ class ReduceConfig(Checked, name="reduce "):
             the method's.
     """
 
-    method: str = one_of(tuple(REDUCER_FACTS), help="visual-token pruning method (default: none)")
+    method: str = one_of(REDUCER_FACTS, help="visual-token pruning method (default: none)")
     ratio: float = number(
         "lie in 0 < ratio <= 1",
         lambda share: 0 < share <= 1,

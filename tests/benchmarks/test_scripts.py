@@ -13,7 +13,7 @@ from apbv.prefilling.methods import METHODS
 from apbv_tests.scripts import figures_of, run_benchmark
 from support.cost_model import METHODS as COSTED
 
-SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
+SPLIT_METHODS = [name for name, method in METHODS.items() if method.facts.splits]
 
 
 @pytest.fixture

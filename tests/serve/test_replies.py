@@ -16,6 +16,7 @@ from apbv.serve.protocols.replies import Replies
 from apbv.serve.protocols.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
+from apbv_tests.scripts import ROOT
 from apbv_tests.servers import (
     HAND_OVER,
     InProcess,
@@ -386,3 +387,9 @@ def test_what_operators_and_routers_ask(app):
     assert (model["id"], model["max_model_len"]) == ("demo", app.reader.max_model_len)
     others = {"/v1/models/demo": 200, "/v1/models/other": 404, "/ping": 200, "/version": 200}
     assert {path: app.request("GET", path).status_code for path in others} == others
+
+
+def test_the_page_names_every_endpoint(app):
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    for route in app.app.routes:
+        assert f"`{route.path.partition('/{')[0]}`" in page
