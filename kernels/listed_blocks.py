@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _FEWEST_ROWS = 16  # of a tile, for tensor cores
+# The rows that leave out a block's values together: those of a warp.
+SKIPPING_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)

@@ -223,16 +223,23 @@ def block_sparse_attention(
     blocks: ListedBlocks,
     scale: float,
     *,
+    skip_below: float | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend causally from every token to its own block and to the blocks listed for it.
+
+    With ``skip_below``, λ, the values of a listed block are left out for 16 rows at a time where
+    they weigh little, as in SpargeAttn's second stage (Zhang et al., 2025, Section 3.4): where no
+    row's highest score in the block is higher than λ above that row's highest score so far, the
+    block included, in the order of the listed blocks. Their weights count in the sum all the same.
 
     Args:
         q: ``[B, Hq, S, D]``.
         k, v: ``[B, Hkv, S, D]``, of the same tokens.
         blocks: which blocks each query head computes.
         scale: factor of the scores, usually ``D ** -0.5``.
+        skip_below: λ, below 0, of scaled scores; None: no values are left out.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
             filled and returned in place of a new tensor.
         backend: ``"auto"`` or a name of :data:`apbv.kernels.backends.BACKENDS`. ``torch`` waits for
@@ -264,7 +271,7 @@ def block_sparse_attention(
     if out is None:
         out = empty_output(q)
     compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
-    return compute(q, k, v, blocks, scale, out=out)
+    return compute(q, k, v, blocks, scale, skip_below=skip_below, out=out)
 
 
 def antidiagonal_scores(

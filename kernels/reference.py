@@ -6,12 +6,13 @@ and units, without ``backend``.
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .listed_blocks import ListedBlocks
+from .listed_blocks import SKIPPING_ROWS, ListedBlocks
 from .segments import Segment
 from .sequences import PackedSequences, SequenceBuffers
 
@@ -103,7 +104,14 @@ def varlen_attention(
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    skip_below: float | None = None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend under the mask of listed blocks and the diagonal."""
     tokens = torch.arange(q.shape[2], device=q.device)
@@ -113,7 +121,37 @@ def block_sparse_attention(
     is_listed = blocks.kept[:, :, rows][..., columns]
     visible = (is_listed | is_own_block) & (tokens <= tokens[:, None])
     result, lse = _attend(q, k, v, scale, visible)
+    if skip_below is not None:
+        # Of the exact result, take away what the left-out values add.
+        is_left_out = _left_out(q, k, blocks, scale, skip_below)
+        if is_left_out.any():
+            part, part_lse = _attend(q, k, v, scale, visible & is_left_out)
+            share = (part_lse - lse).exp().nan_to_num(0.0)[..., None]
+            result = result - share * part.nan_to_num(0.0)
     return out.copy_(result), lse
+
+
+def _left_out(
+    q: Tensor, k: Tensor, blocks: ListedBlocks, scale: float, skip_below: float
+) -> Tensor:
+    """Return which keys' values each row leaves out, bool ``[B, Hq, S, S]``."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q.double() @ k.double().transpose(-1, -2) * scale
+    is_left_out = torch.zeros_like(scores, dtype=torch.bool)
+    tokens = q.shape[2]
+    places = product(range(q.shape[0]), range(q.shape[1]), range(0, tokens, SKIPPING_ROWS))
+    for batch, head, first in places:
+        rows = slice(first, min(first + SKIPPING_ROWS, tokens))
+        block = first // blocks.query_block
+        highest = torch.full([rows.stop - rows.start], float("-inf"), dtype=torch.float64)
+        for number in range(int(blocks.counts[batch, head, block])):
+            start = int(blocks.indices[batch, head, block, number]) * blocks.key_block
+            keys = slice(start, start + blocks.key_block)
+            of_block = scores[batch, head, rows, keys].amax(dim=-1).cpu()
+            highest = torch.maximum(highest, of_block)
+            if (of_block - highest).max() < skip_below:
+                is_left_out[batch, head, rows, keys] = True
+    return is_left_out
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:

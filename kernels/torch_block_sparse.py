@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .library_attention import Attend, attend_with
-from .listed_blocks import ListedBlocks
+from .listed_blocks import SKIPPING_ROWS, ListedBlocks
 from .strides import with_contiguous_rows
 from .torch_merging import merge_finite
 
@@ -21,7 +22,14 @@ _MOST_COPIED = 2**20
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    skip_below: float | None = None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does."""
     q = with_contiguous_rows(q)
@@ -29,7 +37,7 @@ def block_sparse_attention(
     v = with_contiguous_rows(v)
     attend = attend_with("torch", q, k)
     diagonal_out, diagonal_lse = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
-    listed = _attend_listed(q, k, v, blocks, scale)
+    listed = _attend_listed(q, k, v, blocks, scale, skip_below)
     if listed is None:
         return out.copy_(diagonal_out), diagonal_lse
     listed_out, listed_lse = listed
@@ -74,7 +82,12 @@ def _uncut(results: Tensor, batch: int) -> Tensor:
 
 
 def _attend_listed(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    skip_below: float | None,
 ) -> tuple[Tensor, Tensor] | None:
     """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
@@ -111,13 +124,48 @@ def _attend_listed(
         queries = flat_q[i_head[:, None], o_q][:, None]
         keys = flat_k[i_kv_head[:, None], o_k][:, None]
         values = flat_v[i_kv_head[:, None], o_k][:, None]
-        part, part_lse = attend(queries, keys, values, scale, False)
+        if skip_below is None:
+            part, part_lse = attend(queries, keys, values, scale, False)
+        else:
+            part, part_lse = _attend_skipping(queries, keys, values, scale, count, skip_below)
         if lse is None:
             lse = part_lse.new_full((batch * heads, tokens), float("-inf"))
         flat_out[i_head[:, None], o_q] = part[:, 0].to(out.dtype)
         lse[i_head[:, None], o_q] = part_lse[:, 0]
     assert lse is not None, "there are blocks of queries"
     return out, lse.view(batch, heads, tokens)
+
+
+def _attend_skipping(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, num_blocks: int, skip_below: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to listed blocks, without the values of those that weigh little.
+
+    Args:
+        q: ``[N, 1, rows, D]``.
+        k, v: ``[N, 1, T, D]``, of blocks of equally many keys, one after the other.
+        num_blocks: how many blocks these are.
+        skip_below: λ.
+
+    Returns:
+        out ``[N, 1, rows, D]`` and lse ``[N, 1, rows]``.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # [N, 1, rows, T]
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale
+    lse = scores.logsumexp(dim=-1)
+    # [N, 1, rows, blocks]: how far a block's highest score is below the highest so far
+    highest = scores.unflatten(-1, (num_blocks, -1)).amax(dim=-1)
+    distances = highest - highest.cummax(dim=-1).values
+    # [N, 1, tiles, blocks]: of the rows that decide together, the nearest; missing rows do not
+    # count
+    num_missing = -q.shape[2] % SKIPPING_ROWS
+    padded = functional.pad(distances, (0, 0, 0, num_missing), value=float("-inf"))
+    nearest = padded.unflatten(2, (-1, SKIPPING_ROWS)).amax(dim=3)
+    is_skipped = (nearest < skip_below).repeat_interleave(SKIPPING_ROWS, dim=2)
+    weights = (scores - lse[..., None]).exp().unflatten(-1, (num_blocks, -1))
+    weights = weights.masked_fill(is_skipped[:, :, : q.shape[2], :, None], 0.0).flatten(-2)
+    return weights @ v.to(dtype), lse
 
 
 def _groups(

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .triton_specialization import reveal
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _SMALLEST_SCALE = tl.constexpr(1e-30)  # a scale of 0 would turn masked scores into NaN
 
@@ -25,7 +25,7 @@ def split_scale(scale):
     The factor includes log2(e), as exp2 is the hardware's own exponential.
     """
     sign = tl.where(scale < 0, -1.0, 1.0)
-    return sign, tl.maximum(tl.abs(scale) * _LOG2_E, _SMALLEST_SCALE)
+    return sign, tl.maximum(tl.abs(scale) * LOG2_E, _SMALLEST_SCALE)
 
 
 @triton.jit

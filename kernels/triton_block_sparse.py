@@ -11,14 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .listed_blocks import ListedBlocks
+from .listed_blocks import SKIPPING_ROWS, ListedBlocks
 from .strides import cdiv, common_alignment, in_units, row_strides, with_contiguous_rows
 from .tiles import Tile, tile_of
 from .triton_attention_tiles import (
+    LOG2_E,
     attend_tile,
     begin_softmax,
     head_offset,
     load_queries,
+    load_tile,
     recompute_rows,
     row_offset,
     split_scale,
@@ -27,13 +29,17 @@ from .triton_attention_tiles import (
 from .triton_specialization import hide, reveal
 
 
-def choose_tile(q: Tensor, blocks: ListedBlocks) -> Tile:
-    """Choose the tile that a program computes at a time, a block or a part of one."""
+def choose_tile(q: Tensor, blocks: ListedBlocks, skips: bool = False) -> Tile:
+    """Choose the tile that a program computes at a time, a block or a part of one.
+
+    Args:
+        skips: whether values of a block are left out by the scores of all of it.
+    """
     tile = tile_of("many", blocks.query_block, q.shape[3], q.element_size(), q.device)
     return replace(
         tile,
         rows=min(tile.rows, blocks.query_block),
-        keys=min(tile.keys, blocks.key_block),
+        keys=blocks.key_block if skips else min(tile.keys, blocks.key_block),
     )
 
 
@@ -44,6 +50,7 @@ def block_sparse_attention(
     blocks: ListedBlocks,
     scale: float,
     *,
+    skip_below: float | None = None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does, in one launch."""
@@ -52,7 +59,8 @@ def block_sparse_attention(
     v = with_contiguous_rows(v)
     batch, heads, tokens, dim = q.shape
     num_query_blocks, num_key_blocks = blocks.indices.shape[2:]
-    tile = choose_tile(q, blocks)
+    skips = skip_below is not None
+    tile = choose_tile(q, blocks, skips)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q_strides = row_strides(q)
     k_strides = row_strides(k)
@@ -75,6 +83,7 @@ def block_sparse_attention(
         v_strides=hide(*in_units(v_strides, align)),
         out_strides=hide(*in_units(out_strides, align)),
         scale=scale,
+        skip_below=0.0 if skip_below is None else skip_below,
         num_tokens=tokens,
         num_query_blocks=num_query_blocks,
         num_key_blocks=num_key_blocks,
@@ -87,10 +96,64 @@ def block_sparse_attention(
         ALIGN=align,
         QUERY_BLOCK=blocks.query_block,
         KEY_BLOCK=blocks.key_block,
+        SKIPS=skips,
+        SKIPPING_ROWS=SKIPPING_ROWS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     return out, lse
+
+
+@triton.jit
+def attend_or_skip(
+    b_acc,
+    b_max,
+    b_sum,
+    b_q,
+    p_k,
+    p_v,
+    o_k,
+    o_v,
+    m_r,
+    scale,
+    skip_below,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    SKIPPING_ROWS: tl.constexpr,
+):
+    """Add a tile of keys that all rows see to the online softmax, without values that weigh little.
+
+    Rows decide SKIPPING_ROWS at a time; values that none of the tile needs are not read. The
+    arguments are those of ``attend_tile``, ``m_r [BR]`` for the rows that there are, and
+    ``skip_below`` in units of log2.
+    """
+    # [BT, BD]
+    b_k = load_tile(p_k, o_k, None, False, D, BD)
+    # [BR, BT]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    # [BR]
+    b_tile_max = tl.max(b_s, axis=1)
+    b_new_max = tl.maximum(b_max, b_tile_max)
+    # [BR, BT]
+    b_p = tl.exp2(b_s * scale - (b_new_max * scale)[:, None])
+    # [BR]
+    b_decay = tl.exp2((b_max - b_new_max) * scale)
+    # Rows behind the last token do not count.
+    b_distance = tl.where(m_r, (b_tile_max - b_new_max) * scale, float("-inf"))
+    b_distance = tl.reshape(b_distance, [BR // SKIPPING_ROWS, SKIPPING_ROWS])
+    # [BR / SKIPPING_ROWS]
+    m_needed = tl.max(b_distance, axis=1) >= skip_below
+    b_acc = b_acc * b_decay[:, None]
+    if tl.max(m_needed.to(tl.int32), axis=0) > 0:
+        m_rows = tl.broadcast_to(m_needed[:, None], [BR // SKIPPING_ROWS, SKIPPING_ROWS])
+        # [BR]
+        m_rows = tl.reshape(m_rows, [BR])
+        # [BT, BD]
+        b_v = load_tile(p_v, o_v, None, False, D, BD)
+        b_w = tl.where(m_rows[:, None], b_p, 0.0)
+        b_acc = tl.dot(b_w.to(b_v.dtype), b_v, b_acc, input_precision="tf32x3")
+    return b_acc, b_new_max, b_sum * b_decay + tl.sum(b_p, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_query_blocks", "num_key_blocks"])
@@ -107,6 +170,7 @@ def block_sparse_kernel(
     v_strides,
     out_strides,
     scale,
+    skip_below,
     num_tokens,
     num_query_blocks,
     num_key_blocks,
@@ -119,6 +183,8 @@ def block_sparse_kernel(
     ALIGN: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr,
+    SKIPPING_ROWS: tl.constexpr,
 ):
     """One program attends from a tile of one head's rows to their listed blocks and the diagonal.
 
@@ -157,22 +223,41 @@ def block_sparse_kernel(
         first_key = i_key_block * KEY_BLOCK + i_t % TILES_PER_BLOCK * BT
         k_tile = first_key * k_row.to(tl.int64) * ALIGN
         v_tile = first_key * v_row.to(tl.int64) * ALIGN
-        b_acc, b_max, b_sum = attend_tile(
-            b_acc=b_acc,
-            b_max=b_max,
-            b_sum=b_sum,
-            b_q=b_q,
-            p_k=p_k + k_tile,
-            p_v=p_v + v_tile,
-            o_k=o_k,
-            o_v=o_v,
-            m_t=None,
-            m_seen=None,
-            scale=scale,
-            IS_MASKED=False,
-            D=D,
-            BD=BD,
-        )
+        if SKIPS:
+            b_acc, b_max, b_sum = attend_or_skip(
+                b_acc=b_acc,
+                b_max=b_max,
+                b_sum=b_sum,
+                b_q=b_q,
+                p_k=p_k + k_tile,
+                p_v=p_v + v_tile,
+                o_k=o_k,
+                o_v=o_v,
+                m_r=m_r,
+                scale=scale,
+                skip_below=skip_below * LOG2_E,
+                D=D,
+                BD=BD,
+                BR=BR,
+                SKIPPING_ROWS=SKIPPING_ROWS,
+            )
+        else:
+            b_acc, b_max, b_sum = attend_tile(
+                b_acc=b_acc,
+                b_max=b_max,
+                b_sum=b_sum,
+                b_q=b_q,
+                p_k=p_k + k_tile,
+                p_v=p_v + v_tile,
+                o_k=o_k,
+                o_v=o_v,
+                m_t=None,
+                m_seen=None,
+                scale=scale,
+                IS_MASKED=False,
+                D=D,
+                BD=BD,
+            )
 
     # The diagonal: the block's own keys up to these rows.
     stop = tl.minimum(first_row + BR, num_tokens)

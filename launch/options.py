@@ -102,7 +102,7 @@ REDUCE = _of(ReduceConfig, "method", "ratio", "layer", "asked_by", "decode_ratio
 SPARSE = (
     *_of(SparseConfig, "method", "threshold", "block_size", prefix="sparse"),
     *_of(XAttentionConfig, "stride", prefix="sparse"),
-    *_of(SpargeAttnConfig, "similarity", prefix="sparse"),
+    *_of(SpargeAttnConfig, "similarity", "skip_below", prefix="sparse"),
     *_of(FlexPrefillConfig, "divergence", "min_blocks", prefix="sparse"),
 )
 DRAFT = (

@@ -1,5 +1,6 @@
 """Settings for block-sparse attention: of all methods of selecting blocks, and of each one."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -124,6 +125,9 @@ class SpargeAttnConfig(SparseConfig, name="sparse "):
     Its threshold of 0.96 is the APB-V paper's (Section 5.1).
 
     Attributes:
+        skip_below: λ of the second stage (Section 3.4), below 0: values of selected blocks are left
+            out where they weigh little; see :func:`apbv.kernels.block_sparse_attention`. None, as
+            in the APB-V paper's rows here: none are. The authors find it for every layer and head.
         similarity: blocks whose rows have a mean cosine similarity of at most this, θ, are always
             computed; -1 .. 1. 0.3 in the APB-V paper.
 
@@ -139,6 +143,13 @@ class SpargeAttnConfig(SparseConfig, name="sparse "):
         lambda cosine: -1 <= cosine <= 1,
         0.3,
         help="spargeattn: blocks with at most this mean cosine similarity are always computed",
+    )
+    skip_below: float | None = number(
+        "lie below 0",
+        lambda distance: -math.inf < distance < 0,
+        None,
+        help="spargeattn: leave out values of blocks whose scores are this far below the highest "
+        "(default: none)",
     )
 
     @property

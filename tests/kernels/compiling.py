@@ -146,7 +146,9 @@ def batch(dim: int, num_sequences: int = 16, new: int = 1) -> None:
     )
 
 
-def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
+def block_sparse(
+    dim: int, query_block: int = 128, key_block: int = 64, skip_below: float | None = None
+) -> None:
     """Attend from 8,001 tokens to the blocks that each head lists."""
     q, k, v = (
         torch.empty(1, 8001, heads, dim, dtype=_HALF)
@@ -158,7 +160,9 @@ def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
     )
     operands = (states.transpose(1, 2) for states in (q, k, v))
     out = torch.empty_like(q).transpose(1, 2)
-    triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, out=out)
+    triton_block_sparse.block_sparse_attention(
+        *operands, listed, dim**-0.5, skip_below=skip_below, out=out
+    )
 
 
 def antidiagonals(stride: int) -> None:
@@ -232,6 +236,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "tokens of a batch": partial(batch, 128),
     "windows of a batch": partial(batch, 128, new=8),
     "listed blocks": partial(block_sparse, 128),
+    "listed blocks, values left out": partial(block_sparse, 128, skip_below=-8.0),
     "antidiagonals": partial(antidiagonals, 16),
     "means of blocks": block_means,
     "merge": merge,

@@ -105,6 +105,98 @@ def test_many_blocks(backend, dtype, shape, blocks, density):
         assert_attention(result, exact, dtype)
 
 
+def skipping_row_by_row(q, k, v, listed, scale, skip_below):
+    """As FlashAttention's loop goes over blocks, and which values are left out."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    out = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:3], dtype=torch.float64)
+    num_left_out = 0
+    for head in range(q.shape[1]):
+        keys = k[0, head // (q.shape[1] // k.shape[1])]
+        values = v[0, head // (q.shape[1] // k.shape[1])]
+        for first in range(0, q.shape[2], 16):
+            rows = range(first, min(first + 16, q.shape[2]))
+            block = first // listed.query_block
+            highest = {row: -math.inf for row in rows}
+            sums = {row: 0.0 for row in rows}
+            totals = {row: torch.zeros(q.shape[3], dtype=torch.float64) for row in rows}
+            columns = [
+                range(start * listed.key_block, (start + 1) * listed.key_block)
+                for start in listed.indices[
+                    0, head, block, : listed.counts[0, head, block]
+                ].tolist()
+            ]
+            own = range(block * listed.query_block, q.shape[2])
+            for column in [*columns, own]:
+                distances = []
+                weights = {}
+                for row in rows:
+                    seen = column if column is not own else range(own.start, row + 1)
+                    scores = keys[seen.start : seen.stop] @ q[0, head, row] * scale
+                    before = highest[row]
+                    highest[row] = max(before, float(scores.max()))
+                    distances.append(float(scores.max()) - highest[row])
+                    weights[row] = (scores - highest[row]).exp()
+                    decay = math.exp(before - highest[row])
+                    sums[row] = sums[row] * decay + float(weights[row].sum())
+                    totals[row] = totals[row] * decay
+                if column is not own and max(distances) < skip_below:
+                    num_left_out += 1
+                    continue
+                for row in rows:
+                    stop = column.start + len(weights[row])
+                    totals[row] = totals[row] + weights[row] @ values[column.start : stop]
+            for row in rows:
+                out[0, head, row] = totals[row] / sums[row]
+                lse[0, head, row] = highest[row] + math.log(sums[row])
+    return (out.to(DEVICE), lse.to(DEVICE)), num_left_out
+
+
+@each_choice(
+    backend=["torch", "triton"],
+    case=[(150, (64, 32)), (130, (32, 16)), (300, (128, 64)), (75, (32, 32))],
+    skip_below=[-1.0, -0.5, -30.0],
+)
+def test_values_that_weigh_little_are_left_out(backend, case, skip_below):
+    tokens, blocks = case
+    q, k, v = states(tokens, 16, torch.float32)
+    # Some blocks weigh more than others.
+    k = k * torch.linspace(0.2, 4.0, tokens, device=DEVICE)[:, None].flip(0)
+    listed = ListedBlocks.of(masked(tokens, *blocks, 0.7), *blocks)
+    exact, num_left_out = skipping_row_by_row(q, k, v, listed, 0.3, skip_below)
+    assert (num_left_out > 0) == (skip_below > -30)
+    result = block_sparse_attention(q, k, v, listed, 0.3, skip_below=skip_below, backend=backend)
+    assert_attention(result, exact, torch.float32)
+    defined = reference.block_sparse_attention(
+        q, k, v, listed, 0.3, skip_below=skip_below, out=torch.empty_like(q)
+    )
+    assert_attention(defined, exact, torch.float32)
+
+
+@each_choice(
+    backend=["triton", "triton", "torch"],
+    dtype=DTYPES,
+    shape=[(129, 80), (256, 16), (200, 128)],
+    blocks=[(128, 64), (64, 32), (256, 128)],
+)
+def test_many_blocks_of_which_values_are_left_out(backend, dtype, shape, blocks):
+    tokens, dim = shape
+    q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype, batch=2))
+    listed = ListedBlocks.of(masked(tokens, *blocks, 0.8, batch=2), *blocks)
+    skip_below = -0.123  # no score of another precision is likely to come between
+    exact = reference.block_sparse_attention(
+        *(x.double() for x in (q, k, v)),
+        listed,
+        dim**-0.5,
+        skip_below=skip_below,
+        out=torch.empty_like(q, dtype=torch.float64),
+    )
+    result = block_sparse_attention(
+        q, k, v, listed, dim**-0.5, skip_below=skip_below, backend=backend
+    )
+    assert_attention(result, exact, dtype)
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN")
 @backends
 def test_what_is_not_listed_is_not_read(backend):

@@ -8,7 +8,7 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
 from apbv.config import SPARSE_NAMES
-from apbv.kernels import ListedBlocks
+from apbv.kernels import ListedBlocks, block_sparse_attention
 from apbv.prefilling.methods import block_attention, flexprefill
 from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
@@ -48,6 +48,20 @@ def drifting_states(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
         )
         states.append((topics + 4 * noise[:, :tokens] ** 2 * randn(heads, tokens, 16))[None])
     return tuple(states)
+
+
+def test_the_second_stage_of_spargeattn_is_the_operators():
+    """What each layer computes leaves out values as the operator does with the same lists."""
+    q, k = drifting_states(300, 0)
+    v = k.roll(1, dims=-1)
+    config = SparseConfig(method="spargeattn", block_size=64, skip_below=-3.0)
+    attention = BlockAttention(config, "torch")
+    out, lse = attention(q, k, v, 0.25)
+    blocks = attention.list_blocks(q, k, 0.25)
+    expected, expected_lse = block_sparse_attention(q, k, v, blocks, 0.25, skip_below=-3.0)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    whole, _ = block_sparse_attention(q, k, v, blocks, 0.25)
+    assert 0 < relative_error(out, whole) < 0.2
 
 
 def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Tensor:

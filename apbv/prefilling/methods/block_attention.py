@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...config import SparseConfig
+from ...config import SpargeAttnConfig, SparseConfig
 from ...hosts import HostGroup
 from ...kernels import ListedBlocks, block_sparse_attention
 from .block_selection import BLOCK_SELECTION
@@ -46,7 +46,12 @@ class BlockAttention:
         rows = q.shape[0] * q.shape[1]
         self._num_visible += rows * tokens * (tokens + 1) // 2
         self._num_computed = self._num_computed + blocks.num_scores(tokens)
-        return block_sparse_attention(q, k, v, blocks, scale, backend=self._backend)
+        skip_below = None
+        if isinstance(self._config, SpargeAttnConfig):
+            skip_below = self._config.skip_below
+        return block_sparse_attention(
+            q, k, v, blocks, scale, skip_below=skip_below, backend=self._backend
+        )
 
     def list_blocks(self, q: Tensor, k: Tensor, scale: float) -> ListedBlocks:
         """Choose and list blocks, for some heads at a time, to bound the memory.

@@ -55,8 +55,9 @@ def sparge_blocks(
     the first block is not always chosen, and a last block that is not full is always vague (its
     missing rows make the similarity NaN there): the queries at the end of a prompt, mostly the
     question's, see all keys. That code may skip all keys that a query sees; here a query always
-    sees its own block. The method's second stage, which skips values of selected blocks (Section
-    3.4), is not implemented.
+    sees its own block. The method's second stage, which leaves out values of selected blocks
+    (Section 3.4), is ``config.skip_below``, for 16 rows at a time as in its kernel for Hopper GPUs,
+    and never for the queries' own block.
     """
     # Compute the means and similarities; a last block that is not full has none.
     query_means, query_similarity = block_means(q, config.block_size, backend=backend)
