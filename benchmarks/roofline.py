@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import apbv  # noqa: F401  (before transformers: see apbv.compat.torchvision_guard)
 
@@ -32,6 +33,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
+from apbv.layout import ContextLayout
 from apbv.model.attention import apbv_attention
 from apbv.model.families import DecoderSizes
 from apbv.model.fused import ElementwiseKernels, fused_stand_ins, with_stand_ins
@@ -219,18 +221,25 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
     return parts
 
 
+def cost_of_text(
+    shape: Shape, num_tokens: int, method: str, hosts: int, **lengths: Any
+) -> tuple[ContextLayout, list[HostCost]]:
+    """Return the layout of a text's prefill, with a question of 40 tokens, and its cost."""
+    prompt = (num_tokens, 0, num_tokens - 40, None)
+    return cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, **lengths))
+
+
 def prefill_parts(
     config: PreTrainedConfig,
     num_tokens: int,
     method: str,
     hosts: int,
     gpu: str,
-    **lengths: int | None,
+    **lengths: Any,
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
     shape = Shape.from_config(config)
-    prompt = (num_tokens, 0, num_tokens - 40, None)
-    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, **lengths))
+    layout, costs = cost_of_text(shape, num_tokens, method, hosts, **lengths)
     totals = [host_cost.flops.total() for host_cost in costs]
     busiest = totals.index(max(totals))
     rows = sum(len(span) for span in layout.local_spans(busiest))
@@ -240,13 +249,16 @@ def prefill_parts(
     return milliseconds(costs[busiest], gpu, element_wise, others)
 
 
-def launching_ms(config: PreTrainedConfig, method: str) -> float:
+def launching_ms(config: PreTrainedConfig, method: str, splits_anchor: bool = False) -> float:
     """Predict the milliseconds in which the CPU launches a prefill's kernels.
 
     Meanwhile the GPU works.
     """
     num_layers = config.get_text_config().num_hidden_layers
-    return 1e3 * num_layers * LAUNCHES[method] * GPUS["seconds_per_launch"]
+    num_launches = LAUNCHES[method]
+    if splits_anchor:
+        num_launches += GPUS["launches_of_split_anchor"]
+    return 1e3 * num_layers * num_launches * GPUS["seconds_per_launch"]
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
@@ -261,7 +273,10 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
         header.append(f"`{method}`, {hosts}")
         columns.append(prefill_parts(config, options.tokens, method, hosts, gpu, **lengths))
-        launching.append(launching_ms(config, method))
+        layout, _ = cost_of_text(
+            Shape.from_config(config), options.tokens, method, hosts, **lengths
+        )
+        launching.append(launching_ms(config, method, layout.splits_anchor))
     header.append("measured by")
 
     # A line for each part, and sums.

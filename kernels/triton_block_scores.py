@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .strides import cdiv, next_power_of_2, with_contiguous_rows
-from .torch_block_scores import per_group, sum_squares
+from .torch_block_scores import mean_of_groups, sum_tiles
 
 _ROWS_AT_ONCE = 32  # of block_means, whose sums are kept in registers
 _NUM_STAGES = 3
@@ -88,8 +88,8 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     sums = sums.view(batch, heads, num_parts, num_parts)
     parts_per_block = groups_per_block // groups_per_part
     if parts_per_block > 1:
-        sums = sum_squares(sums, parts_per_block)
-    return per_group(sums, num_groups, groups_per_block)
+        sums = sum_tiles(sums, parts_per_block)
+    return mean_of_groups(sums, num_groups, groups_per_block)
 
 
 def block_means(

@@ -18,8 +18,10 @@ from .strides import (
 from .triton_specialization import hide, reveal
 
 _MOST_PARTS = 128  # partial results of a row that one program loads together
-_TILE = 4096  # numbers of a program's tile, where a row has no more
-_LARGE_BYTES = 2**20  # of the result: from here on one warp per program is too few
+_TILE = 4096  # elements of a program's tile; a longer row has a program of its own
+# Of all rows of a partial result, or of the result if its elements are larger: from here on one
+# warp per program is too few.
+_LARGE_BYTES = 2**20
 _LOADS_OF_THREAD = 2  # of each partial result, where each is a tensor of its own
 _LOAD_BYTES = 16
 _WARP_THREADS = 32
@@ -59,12 +61,14 @@ def merge_states(
     # Strides, in units of elements to which all rows are aligned.
     stack_strides = []
     for stack in out_stacks:
+        # The stride of a single part may be anything, and must not lower the alignment.
         part_stride = stack.stride(0) if num_parts > 1 else 0
         stack_strides.append((part_stride, *row_strides(stack[0])))
     out_strides = row_strides(out)
     all_strides = list(out_strides)
     for strides in stack_strides:
         all_strides += strides
+    # A load of 16 bytes has most elements of the smallest size. Lses are loaded one by one.
     element_sizes = [tensor.element_size() for tensor in (*out_stacks, out)]
     align = common_alignment(min(element_sizes), all_strides)
 
@@ -96,7 +100,7 @@ def merge_states(
         BR=rows_at_once,
         BD=padded_dim,
         ALIGN=align,
-        HEADS_FIRST=out_strides[1] < out_strides[2],
+        HEADS_INNERMOST=out_strides[1] < out_strides[2],
         num_warps=num_warps,
     )
     return out, lse
@@ -104,20 +108,22 @@ def merge_states(
 
 def _rows_and_warps(
     num_rows: int,
-    parts: int,
+    parts_at_once: int,
     padded_dim: int,
     element_size: int,
 ) -> tuple[int, int]:
     """Choose the rows and warps of a program.
 
-    A program's loads of a stack fill a tile. Of each separate partial result, a thread loads twice
-    16 bytes.
+    Args:
+        parts_at_once: the parts of a stack that are loaded together; 1 for separate tensors.
     """
-    if parts > 1:
-        numbers_of_row = parts * padded_dim
+    # A stack: the parts of some rows fill a tile.
+    if parts_at_once > 1:
+        numbers_of_row = parts_at_once * padded_dim
         num_warps = 4 if numbers_of_row <= _TILE else 8
         return max(1, _TILE // numbers_of_row), num_warps
-    # Few rows: small programs keep all SMs busy.
+    # Separate tensors: of each a thread loads twice 16 bytes. With few rows programs are small, so
+    # that all SMs have some.
     row_bytes = padded_dim * element_size
     num_warps = 4 if num_rows * row_bytes >= _LARGE_BYTES else 1
     program_bytes = num_warps * _WARP_THREADS * _LOADS_OF_THREAD * _LOAD_BYTES
@@ -143,7 +149,7 @@ def _merge_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
     ALIGN: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    HEADS_INNERMOST: tl.constexpr,
 ):
     """One program merges BR rows, in the order in which they are stored.
 
@@ -159,7 +165,7 @@ def _merge_kernel(
     m_row = o_row < num_rows
     o_d = tl.arange(0, BD)
     o_tile = tl.arange(0, BN)
-    if HEADS_FIRST:
+    if HEADS_INNERMOST:
         i_h = o_row % heads
         i_s = o_row // heads % queries
     else:

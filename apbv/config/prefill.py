@@ -1,4 +1,4 @@
-"""Settings for video reading, prefill, sparse attention and visual-token pruning."""
+"""Settings for video reading, prefill, visual-token pruning, and ablations of the method."""
 
 import warnings
 from dataclasses import asdict, dataclass
@@ -60,16 +60,16 @@ class ReduceConfig(Checked, name="reduce "):
         ratio: keep ratio of a video's visual tokens, rounded, and at least one token; between
             layers, of all visual tokens in the last layers. 1: all, and the prompt is prefilled as
             without pruning.
-        layer: after how many layers tokens are pruned first, of a method between layers, or left
-            out of decoding steps. None: as in its paper, for the model's depth.
+        layer: the number of layers that see all visual tokens, for methods that prune between
+            layers, and for ``decode_ratio``. None: as in the method's paper, for the model's depth.
         asked_by: whose attention ranks in ``"fastv"`` and ``"pdrop"``: ``"last"``, the prompt's
             last token, as in the authors' programs, which is what None means; or ``"question"``,
             the question's tokens.
-        decode_ratio: share of the visual tokens, of those that the language model has read, to
-            which each decoding step attends in its deeper layers: DyCoke's second stage
-            (:mod:`apbv.runner.dynamic_pruning`), without which ``"dycoke"`` is its first stage
-            alone. 0.3 in its paper. None, or 1: all. What is left out stays in memory, and a saved
-            prefill has all of it. On the host that has the KV, one answer at a time.
+        decode_ratio: share of the visual tokens to which each decoding step attends in its deeper
+            layers: DyCoke's second stage (:mod:`apbv.runner.dynamic_pruning`), without which
+            ``"dycoke"`` is its first stage alone. The share is of the tokens that the language
+            model has read; 0.3 in the paper. None, or 1: all. What is left out stays in memory, and
+            a saved prefill has all of it. On the host that has the KV, one answer at a time.
 
     Raises:
         InvalidConfigError: the method is unknown, a number is out of range, or a setting is not
@@ -99,12 +99,13 @@ class ReduceConfig(Checked, name="reduce "):
         "lie in 0 < ratio <= 1",
         lambda share: 0 < share <= 1,
         None,
-        help="dycoke: share of them that a decoding step attends to (default: all)",
+        help="dycoke: share of the visual tokens that a decoding step attends to (default: all)",
     )
 
     def __post_init__(self):
         super().__post_init__()
         facts = REDUCER_FACTS[self.method]
+        # Settings that are given, and the method if it does not have them.
         refuse(
             reduce_layer=self.layer is not None,
             reduce_asked_by=self.asked_by is not None,
@@ -144,7 +145,8 @@ class ReduceConfig(Checked, name="reduce "):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig(Checked):
-    """Parts of APB-V that benchmarks and tests switch off; together they are what makes it fast.
+    """Switches for benchmarks and tests. All but ``on_single_host`` are parts of what makes APB-V
+    fast.
 
     Which methods have them: ``"apbv"`` all, ``"zigzag_ring"`` the overlap, and every method that
     splits prompts ``frame_parallel`` and ``on_single_host``.
@@ -200,12 +202,12 @@ class PrefillConfig(Checked):
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
             ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no
             passing blocks (Tables 3, 8).
-        early_passing_len: l_p in the first quarter of the layers, where it is more: for answers
-            closer to full attention's at a part of the cost of as many pairs in all layers (this
-            project's own). None: as in others.
-        query_len: how many tokens at the end of a text are the query block, which every host
-            computes, where the question is not given apart from the text (as with ``context=``); in
-            a chat at most the last message's.
+        early_passing_len: l_p in the first quarter of the layers; ignored if it is less than
+            ``passing_len``. Answers are then closer to full attention's at a part of the cost of as
+            many pairs in all layers (this project's own). None: ``passing_len`` in all layers.
+        query_len: for a text whose question is not given apart from it (``context=``): the number
+            of tokens at its end that are the query block, which every host computes. In a chat the
+            query block never reaches beyond the last message.
         importance: how the l_p pairs are ranked; see
             :func:`apbv.prefilling.methods.importance.importance_of`. ``"peak"`` is this project's
             own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
@@ -240,7 +242,10 @@ class PrefillConfig(Checked):
         help="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
     )
     early_passing_len: int | None = integer(
-        0, _MOST_TOKENS, None, help="the same in the first quarter of the layers, where it is more"
+        0,
+        _MOST_TOKENS,
+        None,
+        help="KV pairs passed on per block in the first quarter of the layers, if more",
     )
     query_len: int = integer(
         1,

@@ -61,8 +61,10 @@ class Member:
         return self.kv
 
     @property
-    def goes_on(self) -> bool:
-        """Whether another token follows the chosen ones, judging by their number."""
+    def may_go_on(self) -> bool:
+        """Whether the answer may have another token behind the chosen ones."""
+        # One was chosen from the prefill's logits, and one behind each that was run. The CPU may
+        # not know the newest one yet.
         return self.kv is not None and self.kv.num_run + 1 < self.answer.max_new_tokens
 
     def add(self, new: Sequence[int]) -> None:
@@ -246,7 +248,7 @@ class Batch:
         if self._queued is None:
             self._queued = self._queue_step()
         if self._queued is None:
-            return [], Pending(list)
+            return [], Pending(lambda: [])
         step = self._queued
         arriving = _start_reading(step.choice)
         # If queueing raises, the step stays in place, and its tokens are read again.
@@ -271,7 +273,10 @@ class Batch:
         Args:
             previous: the step whose tokens the CPU does not know yet.
         """
-        members = [member for member in self._members if member.goes_on and self._has_room(member)]
+        members = []
+        for member in self._members:
+            if member.may_go_on and self._make_room_or_end(member):
+                members.append(member)
         if not members:
             return None
         row_of: dict[Member, int] = {}
@@ -287,7 +292,7 @@ class Batch:
             ]
             return QueuedStep(members, self._choose(members, logits, unread))
         except Exception:
-            # The same rows of KV are written again.
+            # The next attempt writes the same rows of KV.
             for member in members:
                 member.running_kv.num_run -= 1
             raise
@@ -318,12 +323,12 @@ class Batch:
             [previous.choice.tokens, to_device(tokens_of_known, device, torch.int64)]
         )
         rows = dict(row_of)
-        for member in known:
-            rows[member] = len(rows)
+        for number, member in enumerate(known):
+            rows[member] = len(row_of) + number
         return tokens[to_device([rows[member] for member in members], device)]
 
-    def _has_room(self, member: Member, count: int = 1) -> bool:
-        """Make room for a sequence's next rows, or mark it as failed."""
+    def _make_room_or_end(self, member: Member, count: int = 1) -> bool:
+        """Make room for a sequence's next rows; return false if there is none, which ends it."""
         try:
             member.running_kv.make_room(count)
         except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
@@ -336,8 +341,8 @@ class Batch:
         """Choose the next token of each sequence from its row of logits ``[R, V]``.
 
         Args:
-            unread_tokens: of each the token before, int64 ``[1]``, if the CPU does not know it yet,
-                else nothing; none at all: all are known.
+            unread_tokens: of each sequence the token before the one to choose, int64 ``[1]`` on
+                the device, or ``()`` if it is among the sequence's tokens already. Empty: all are.
         """
         answers = [member.answer for member in members]
         indices = [member.answer.prompt_len + member.running_kv.num_run for member in members]
@@ -348,6 +353,7 @@ class Batch:
         for row, answer in enumerate(answers):
             unread = unread_tokens[row] if unread_tokens else ()
             allowed_rows.append(answer.allowed(logit_rows[row], [indices[row]], unread))
+        # What nothing changes is returned as it is.
         is_changed = any(
             allowed is not unchanged
             for allowed, unchanged in zip(allowed_rows, logit_rows, strict=True)

@@ -2,10 +2,13 @@
 
 A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token.
 The other keeps a state of constant size: a matrix per head, and the last inputs of a short
-convolution. Here such a layer is computed by :class:`GatedDeltaNet`, with the model's weights. It
-leaves the convolution and the rule that turns states into outputs to the keyword ``linear`` of the
-decoder's layers, which a forward pass gives; their functions are transformers' own, which takes
-them from causal-conv1d and flash-linear-attention where these are installed.
+convolution. Here such a layer is a :class:`GatedDeltaNet`, with the model's weights. For its
+convolution and its rule it calls the object that a forward pass hands to the decoder's layers as
+``linear``: a :class:`LinearAttention`, which decides in which state a run of tokens begins. In
+decoding that is :class:`LinearStates`, in a prefill over several hosts
+:class:`apbv.prefilling.split_linear_attention.SplitLinearAttention`. The functions themselves are
+transformers' own, which takes them from causal-conv1d and flash-linear-attention where these are
+installed.
 """
 
 import copy
@@ -27,7 +30,8 @@ from .modules import decoder_layers
 
 Decoder = TypeVar("Decoder", bound=nn.Module)
 
-# transformers' functions that :class:`GatedDeltaNet` calls, in the file of every such model.
+# transformers' functions that :class:`GatedDeltaNet` calls, in the file of every such model. Those
+# with "torch" in their names are the ones that transformers replaces by a library's.
 _FUNCTIONS = (
     "causal_conv1d_fn",
     "causal_conv1d_update",
@@ -40,7 +44,8 @@ class LinearStates(Cache):
     """States of all linear attention layers after some tokens, for new tokens to start from.
 
     A layer has the last inputs of its convolution ``[1, C, K]``, and the rule's state
-    ``[1, Hv, Dk, Dv]`` in fp32. Layers are numbered among themselves.
+    ``[1, Hv, Dk, Dv]`` in fp32. Index 0 is the first linear layer, not the decoder's first layer.
+    It is the :class:`LinearAttention` of decoding.
 
     Args:
         places: the numbers of these layers among all of the decoder.
@@ -109,7 +114,9 @@ class LinearStates(Cache):
         count = mixed.shape[2]
         state = self.get_conv_state(layer, state_idx=0)
         if state is not None and count == 1 and not self.is_recording_past(layer):
+            # In place, which a cache that records the past does not allow.
             return convolution.step(mixed, state)
+        # The last inputs before, or zeros, and then the new ones, whose outputs come last.
         inputs = self.update_conv_state(mixed, layer, conv_kernel_size=convolution.width)
         return convolution(inputs)[:, :, -count:]
 
@@ -158,14 +165,15 @@ class LinearAttention(Protocol):
 
 @dataclass(frozen=True)
 class Convolution:
-    """The short causal convolution of a layer; called with ``[1, C, T]`` it returns as many.
+    """The short causal convolution of a layer; a call maps ``[1, C, T]`` to ``[1, C, T]``.
 
     Attributes:
         weight: ``[C, K]``.
         bias: ``[C]`` or None.
-        activation: what follows it.
-        function: transformers', of a sequence.
-        step_function: transformers', of one more token, which also moves the state on.
+        activation: the name of the function that follows the convolution.
+        function: transformers' ``causal_conv1d_fn``, of a sequence.
+        step_function: transformers' ``causal_conv1d_update``, of one token, which also moves the
+            state on in place.
     """
 
     weight: Tensor
@@ -189,11 +197,11 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Rule:
-    """The gated delta rule, over a sequence with queries and keys of unit length.
+    """The gated delta rule of a layer; its functions divide queries and keys by their norms.
 
     Attributes:
-        function: transformers', of a sequence, in chunks.
-        step_function: transformers', of one token after another.
+        function: transformers' rule of a sequence, in chunks.
+        step_function: transformers' rule of one token after another.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]]
@@ -227,10 +235,10 @@ class Rule:
 
 
 class GatedDeltaNet(StandIn):
-    """Linear attention of Qwen3-Next and Qwen3.5, whose forward pass is told how to go on.
+    """Linear attention of Qwen3-Next and Qwen3.5 that calls a :class:`LinearAttention`.
 
-    Its convolution and its rule are computed by the keyword ``linear`` of the decoder's layers, in
-    which its functions may be applied to one run of tokens at a time.
+    That object, the argument ``linear`` of its forward pass, applies the convolution and the rule,
+    to one run of tokens after another if it likes.
     """
 
     num_k_heads: int
@@ -277,11 +285,11 @@ class GatedDeltaNet(StandIn):
         # Apply the rule.
         beta = b.sigmoid()
         # In fp32: the exponential of A may not be finite in fp16.
-        decay = -self.A_log.float().exp() * functional.softplus(a.float() + self.dt_bias)
+        log_decay = -self.A_log.float().exp() * functional.softplus(a.float() + self.dt_bias)
         rule = Rule(
             functions.torch_chunk_gated_delta_rule, functions.torch_recurrent_gated_delta_rule
         )
-        out = linear.attend(self.layer_idx, (q, k, v, decay, beta), rule)
+        out = linear.attend(self.layer_idx, (q, k, v, log_decay, beta), rule)
 
         # Gate and project.
         out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
@@ -298,7 +306,7 @@ class GatedDeltaNet(StandIn):
             b = self.in_proj_b(hidden_states)
             a = self.in_proj_a(hidden_states)
             return self.in_proj_qkv(hidden_states), z, b, a
-        # Qwen3-Next: the columns of a key head stand together, with those of its value heads.
+        # Qwen3-Next: of each key head the columns of q, of k, and of v and z of its value heads.
         values_per_key = self.num_v_heads // self.num_k_heads
         value_width = values_per_key * self.head_v_dim
         qkvz = self.in_proj_qkvz(hidden_states).view(batch, num_rows, self.num_k_heads, -1)
@@ -343,6 +351,7 @@ def with_linear_attention(decoder: Decoder) -> Decoder:
             become(mixer, GatedDeltaNet, functions_module=module)
         mixer.layer_idx = next_number[name]
         next_number[name] += 1
+        # A copied module shares its dict of children with the original: it gets one of its own.
         layer._modules = {**layer._modules, name: mixer}
         layers.append(layer)
     decoder = copy.copy(decoder)
@@ -352,10 +361,11 @@ def with_linear_attention(decoder: Decoder) -> Decoder:
 
 def _require_functions(kind: type[nn.Module], module: Any) -> None:
     """Reject a linear attention whose own forward calls other functions than the stand-in's."""
+    # The global names that the original's forward uses.
     called = unwrap(kind.forward).__code__.co_names
     missing = [name for name in _FUNCTIONS if name not in called or not hasattr(module, name)]
     if missing:
         raise UnsupportedModelError(
-            f"{kind.__name__} of this transformers release calls other functions than "
-            f"{', '.join(missing)}"
+            f"{kind.__name__} of this transformers release does not call {', '.join(missing)}, "
+            "which apbv replaces"
         )

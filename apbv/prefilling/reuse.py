@@ -2,8 +2,8 @@
 
 Mode ``"exact"`` caches the vision tower's embeddings of videos and images: a further question
 decodes and encodes none, and prefills the whole prompt. Mode ``"kv"`` caches the KV of all tokens
-before the question: a further question prefills only itself. This is exact with an exact prefill
-method; otherwise the cached KV depends on the first question's selection.
+before the question: a further question prefills only itself. With an exact prefill method its
+answer is that without a cache; otherwise the cached KV depends on the first question's selection.
 """
 
 import hashlib
@@ -62,14 +62,16 @@ class ByteBoundedCache:
             self.num_bytes -= num_freed_bytes
 
 
-def _storing(
+def _rows_while_storing(
     source: VisualRows, num_rows: int, store: Callable[[Tensor], None], chunks: Sequence[range]
 ) -> Generator[Tensor, None, None]:
-    """Yield another source's rows, and store them.
+    """Yield the rows of a source, and store all of them when they are complete.
 
     Args:
-        num_rows: its number of rows.
-        store: called with all rows when complete, in CPU memory because long videos need the GPU's.
+        source: what makes the rows.
+        num_rows: how many it makes.
+        store: called with all rows, in CPU memory: a long video's would take much of a GPU's.
+        chunks: the chunks to make, as :data:`~.encoding.vision.VisualRows` takes them.
     """
     stored = []
     num_stored = 0
@@ -108,8 +110,8 @@ class Reuse:
         """Return a source of this host's visual embeddings.
 
         Returns:
-            The cache; else the vision tower, whose rows it stores in the cache; None if embeddings
-            are not stored.
+            A source that reads the cached rows if there are some, else one that runs the vision
+            tower and caches its rows. None if embeddings are not cached.
         """
         visual = inputs.visual
         if self.mode != "exact" or visual is None or visual.identity is None:
@@ -123,7 +125,7 @@ class Reuse:
         def store(rows: Tensor) -> None:
             self._cache.put(visual.identity, rows, rows.nbytes)
 
-        return partial(_storing, tower, num_rows, store)
+        return partial(_rows_while_storing, tower, num_rows, store)
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
         """Return the cached prefill of a prompt with the same prefix; collective.
@@ -132,49 +134,54 @@ class Reuse:
         """
         if self.mode != "kv":
             return None
-        prefix = self._cache.get(_prefix_key(inputs))
+        prefix = self._cache.get(_prefix_key(inputs))  # under None nothing is cached
         return prefix if _all_hosts_have(hosts, prefix is not None) else None
 
-    def store_prefix(self, state: PrefillResult) -> None:
+    def store_prefix(self, prefill: PrefillResult) -> None:
         """Cache the KV of a prompt up to its question, if the prompt can be identified again."""
-        key = _prefix_key(state.inputs)
-        inputs = state.inputs
-        if self.mode != "kv" or key is None:
+        if self.mode != "kv":
             return
-        kv = state.kv.prefix(inputs.query_start, state.layout)
+        inputs = prefill.inputs
+        key = _prefix_key(inputs)
+        if key is None:
+            return
+        kv = prefill.kv.prefix(inputs.query_start, prefill.layout)
         if kv is not None:  # otherwise the question's KV cannot be split off
-            tensors = [state.logits, inputs.input_ids, inputs.position_ids]
-            num_bytes = kv.num_bytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            self._cache.put(key, replace(state, kv=kv), num_bytes)
+            num_bytes = kv.num_bytes
+            for tensor in (prefill.logits, inputs.input_ids, inputs.position_ids):
+                # A view keeps the whole storage.
+                num_bytes += tensor.untyped_storage().nbytes()
+            self._cache.put(key, replace(prefill, kv=kv), num_bytes)
 
 
 def prefill_question(
-    parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer
+    parts: ModelParts, inputs: ModelInputs, cached: PrefillResult, timer: StageTimer
 ) -> PrefillResult:
     """Prefill a prompt's question on top of the cached KV of the tokens before it; collective.
 
     Args:
-        before: what :meth:`Reuse.find_prefix` returned.
+        cached: what :meth:`Reuse.find_prefix` returned.
 
     Returns:
         The result, as :func:`apbv.prefill` returns it; it is ``exact`` if the stored KV is.
     """
     start = inputs.query_start
-    hosts = before.kv.hosts
-    layout = replace(before.layout, query=range(before.layout.query.start, inputs.num_tokens))
+    hosts = cached.kv.hosts
+    layout = replace(cached.layout, query=range(cached.layout.query.start, inputs.num_tokens))
+    # The question is text, whose three rotary positions are equal: any of them will do.
     position = int(inputs.position_ids[..., start].flatten()[-1])
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
-        kv = before.kv.behind(layout)
+        kv = cached.kv.behind(layout)
         question = inputs.input_ids[0, start:].tolist()
         logits = Decoder(parts, kv, position).advance(question, last_only=True)
         if kv.attending is None:  # host 0 ran it alone
-            if logits is None:
+            if logits is None:  # the others receive
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
             logits = hosts.broadcast(logits)
         assert logits is not None  # where the KV is sharded every host has run it
     timer.mark_prefilled()
     return replace(
-        before,
+        cached,
         logits=logits,
         layout=layout,
         inputs=inputs.without_pixels(),
@@ -201,7 +208,7 @@ def _prefix_key(inputs: ModelInputs) -> Hashable:
         return None
     if audio is not None and audio.sources is None:
         return None
-    # Positions too: the same frames of a longer part of a video lie further apart.
+    # Positions are part of it: of a longer part of a video the same frames have other times.
     tokens = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
     positions = inputs.position_ids[..., : inputs.query_start].numpy().tobytes()
     digest = hashlib.sha256(tokens + positions).digest()

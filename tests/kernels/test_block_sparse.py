@@ -276,7 +276,7 @@ def test_means_of_blocks_and_of_all_cosines_in_them(monkeypatch, backend, dtype,
     rows[:, :, tokens // 2] = 0  # similar to nothing, not even to itself
     rows = sliced_rows(rows)
     center = rows.float().mean(dim=2) if is_centered else None
-    monkeypatch.setattr(torch_block_scores, "MOST_NUMBERS", most)
+    monkeypatch.setattr(torch_block_scores, "MOST_ELEMENTS", most)
     found = block_means(rows, block, center=center, backend=backend)
     center = None if center is None else center.double()
     exact = reference.block_means(rows.double(), block, center=center)

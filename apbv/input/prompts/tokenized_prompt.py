@@ -52,7 +52,7 @@ class SampledVideo:
         grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is
             known.
         limits: on the size of a frame.
-        shown: the frames of the file among which these were sampled; None: all.
+        shown: the run of the file's frames from which these were sampled; None: all.
     """
 
     info: VideoInfo
@@ -64,8 +64,8 @@ class SampledVideo:
     shown: range | None = None
 
     @property
-    def all_shown(self) -> range:
-        """The frames of the file among which the frames were sampled."""
+    def sampled_from(self) -> range:
+        """The run of the file's frames from which the frames were sampled."""
         return range(self.info.num_frames) if self.shown is None else self.shown
 
 
@@ -107,7 +107,7 @@ def lay_out(
         rendered: the prompt's text, with a placeholder for each, and its images.
         videos: in prompt order, with ``kept`` where the processor may leave out tokens of frames.
         sounds: the audio files, in prompt order.
-        tokenizing: entered while the processor is used.
+        tokenizing: a lock, held while the processor is used: one thread at a time may tokenize.
 
     Raises:
         PromptError: the text has other placeholders, some videos are heard and others are not, or
@@ -268,7 +268,8 @@ def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
 def _image_calls(
     parts: ModelParts, processor, pictures: Sequence[Picture]
 ) -> "list[ProcessorCall]":
-    """Return the processor's calls for images: one for each run that it resizes, or does not."""
+    """Return the processor's calls for images: one for each run of images that it resizes itself,
+    and for each run of images that have their sizes already."""
     calls = []
     for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
         run = list(adjacent)
@@ -285,21 +286,22 @@ def _image_calls(
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
     """Return the processor's arguments for audio.
 
-    They prevent truncation, and padding to the maximum length.
-
-    A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as
-    its last frames reach into, so that they are those of the padded one.
+    They prevent truncation, and padding to the maximum length of five minutes, whose spectrogram
+    takes seconds. A shorter audio is padded by the width of a Fourier transform instead: its last
+    frames are then what full padding would make of them.
     """
     extractor = processor.feature_extractor
-    padded = min(len(sound.samples) + extractor.n_fft, max(len(sound.samples), extractor.n_samples))
-    return {"audio": [sound.samples], "audio_kwargs": {"truncation": False, "max_length": padded}}
+    num_samples = len(sound.samples)
+    num_padded = min(num_samples + extractor.n_fft, max(num_samples, extractor.n_samples))
+    audio_kwargs = {"truncation": False, "max_length": num_padded}
+    return {"audio": [sound.samples], "audio_kwargs": audio_kwargs}
 
 
 def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[str, Any]:
-    """Return the processor's arguments for a video.
+    """Return the arguments of :func:`process` for a video.
 
-    Its timestamps are frame index over frame rate. At a variable rate they are therefore told in
-    milliseconds.
+    transformers takes a frame's index over the frame rate for its time. At a variable rate it is
+    therefore told a rate of 1000, and times in milliseconds for indices.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -310,21 +312,20 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     num_repeated = num_frames - len(video.frames)
     frames = [*video.frames, *video.frames[-1:] * num_repeated]
     pixels = torch.empty(num_frames, 3, info.height, info.width, dtype=torch.uint8, device="meta")
-    # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is
-    # its own.
-    fps = info.fps
-    length = len(video.all_shown)
-    seconds = length_of(info, video.all_shown)
+    # As in qwen-vl-utils, a part of a file has the times of the file, and the duration of the part.
+    ticks_per_second = info.fps
+    num_ticks = len(video.sampled_from)
+    seconds = length_of(info, video.sampled_from)
     if not info.has_constant_rate:
-        fps = _TICKS
-        length = max(1, round(seconds * _TICKS))
+        ticks_per_second = _TICKS
+        num_ticks = max(1, round(seconds * _TICKS))
     metadata = VideoMetadata(
-        total_num_frames=length,
-        fps=fps,
+        total_num_frames=num_ticks,
+        fps=ticks_per_second,
         width=info.width,
         height=info.height,
         duration=seconds,
-        frames_indices=np.rint(info.timestamps[frames] * fps).astype(int).tolist(),
+        frames_indices=np.rint(info.timestamps[frames] * ticks_per_second).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
     size = video.limits.size_of_frames(processor.video_processor, pixels, metadata)
@@ -335,10 +336,10 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
         arguments["do_resize"] = False
     if video.kept is not None:
         arguments["use_token_compression"] = False
-        arguments["kept"] = video.kept
+        arguments["kept"] = video.kept  # of `process`, not of the processor
     if parts.family.tells_frame_rate:
         # The rate at which its frames lie in time; others' processors ask the metadata.
-        arguments["fps"] = len(video.frames) * fps / length
+        arguments["fps"] = len(video.frames) * ticks_per_second / num_ticks
     if video.sound is not None:
         arguments |= _audio_arguments(processor, video.sound)
         arguments["load_audio_from_video"] = True
@@ -356,20 +357,20 @@ def process(
     """Call a transformers processor on one text, and return its usual result, in tensors.
 
     The processor is not changed: a copy of it, which shares its parts, hands a shortened text to
-    the tokenizer, and transformers checks that the tokenizer found as many placeholders as there
-    are in that.
+    the tokenizer, and transformers checks that the tokenizer found as many placeholders as the
+    shortened text has.
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's
             ``get_text_with_replacements``.
-        kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels
-            do not tell.
+        kept: bool ``[frames, h, w]``: which visual tokens of the text's only video to keep, which
+            pixels without storage cannot tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
     replace = replace or processor.get_text_with_replacements
-    placeholders = _placeholders(processor)
+    placeholders = _placeholder_ids(processor)
     run_of_placeholders = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*")
     counts = []  # placeholders of each run, in order, written by `shortened`
 
@@ -423,12 +424,12 @@ class ProcessorCall(NamedTuple):
     """A processor's call for one source of a prompt.
 
     Attributes:
-        placeholders: a text of only the source's placeholders.
+        text: only the source's placeholders.
         arguments: of the processor.
         name: the source's, in errors.
     """
 
-    placeholders: str
+    text: str
     arguments: Mapping[str, Any]
     name: str
 
@@ -451,14 +452,17 @@ def process_apart(
 ) -> tuple[list[Mapping[str, Any]], list[Placeholder]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
+    Each call expands the placeholders of its source alone. The last one expands those of the whole
+    text, by the replacements of all sources, so that its tokens are the whole prompt's.
+
     A processor without a grid for each video takes several videos at once only if they have the
     same number of frames.
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
-        calls: one for each source: a video, which may have its audio with it, an audio clip, or all
-            images.
+        calls: one for each source: a video, which may have its audio with it, an audio clip, or a
+            run of images that are resized alike.
 
     Returns:
         The processor's result for each source, with the whole prompt's tokens in the last; and the
@@ -479,34 +483,38 @@ def process_apart(
     def replace(
         texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]
     ) -> tuple[list[str], list]:
-        """Collect a source's replacements; with the last source's, write out the whole text."""
+        """Collect a source's replacements; with the last source's, write out the whole text.
+
+        transformers calls it inside :func:`process`, with the replacements of images, videos and
+        audio, in this order or by name.
+        """
         of_source = dict(zip(replacements, args, strict=False)) | kwargs
         for name, values in of_source.items():
             replacements[name] += values
-        is_last = len(batches) == len(calls) - 1
+        is_last = len(batches) == len(calls) - 1  # a batch is added after each call
         if not is_last:
             return texts, []
         num_sources = sum(len(values) for values in replacements.values())
         try:
             texts, (offsets,) = processor.get_text_with_replacements([text], **replacements)
-        except StopIteration:
+        except StopIteration:  # the text has more placeholders than there are replacements
             offsets = []
         if len(offsets) != num_sources:
             raise PromptError(
-                f"the prompt has {num_sources} images and videos, but its text has another number "
-                "of placeholders"
+                f"the prompt has {num_sources} images, videos and audio clips, but its text has "
+                "another number of placeholders"
             )
         for offset in offsets:
             kinds = ("audio",) if offset["type"] == "audio" else ("image", "video")
             num_tokens = 0
-            for token in _placeholders(processor, kinds):
+            for token in _placeholder_ids(processor, kinds):
                 num_tokens += offset["replacement"].count(token)
             placeholders.append(Placeholder(offset["type"], num_tokens))
         return texts, [offsets]
 
     for call in calls:
         try:
-            batches.append(process(processor, call.placeholders, replace, **call.arguments))
+            batches.append(process(processor, call.text, replace, **call.arguments))
         except PromptError:
             raise
         except ValueError as error:
@@ -514,7 +522,9 @@ def process_apart(
     return batches, placeholders
 
 
-def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
+def _placeholder_ids(
+    processor, kinds: Sequence[str] = ("image", "video", "audio")
+) -> dict[str, int]:
     """Return the texts that stand for tokens of these kinds, with their ids.
 
     InternVL has one, for images and video.

@@ -31,33 +31,34 @@ from .tensor_parallel import load_sharded, require_shardable
 # Defaults if a checkpoint has none.
 NUM_FRAMES = 64
 MAX_NEW_TOKENS = 128
-# Settings of a generation config that change the tokens of an answer, and are not supported.
-_UNSUPPORTED = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "constraints",
-    "diversity_penalty",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "force_words_ids",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "guidance_scale",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "penalty_alpha",
-    "sequence_bias",
-    "stop_strings",
-    "suppress_tokens",
-    "top_h",
-    "typical_p",
-    "watermarking_config",
-)
+# Settings of a generation config that change the tokens of an answer, and are not supported; each
+# with the value that turns it off. None and an empty list do so, too.
+_UNSUPPORTED: dict[str, float | None] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
 
 
 def load_model(
@@ -76,8 +77,8 @@ def load_model(
         path: a directory, or a hub id; of a model, or of an adapter, which is merged into the model
             that it names.
         dtype: the weights' type; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
-        hosts: who loads it; the model goes to this process's device.
-        with_model: False: the processor alone; None stands for the model.
+        hosts: the hosts, each of which loads the model onto its own device.
+        with_model: if false, only the processor is loaded, and None is returned for the model.
         sharded: with tensor parallelism load only this process's share.
         adapter: an adapter to merge into the model.
 
@@ -87,8 +88,8 @@ def load_model(
     """
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
         raise InvalidConfigError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
-    with _described_errors(path):
-        base, adapter, config = _described(path, adapter)
+    with _naming_errors(path):
+        base, adapter, config = _resolved(path, adapter)
         # The model.
         family = family_of(config)
         auto = family.auto_class
@@ -127,8 +128,8 @@ def require_loadable(
         UnsupportedModelError: there is no such model, it is not supported, its adapter cannot be
             merged, or its quantized weights cannot be used here.
     """
-    with _described_errors(path):
-        _, adapter, config = _described(path, adapter)
+    with _naming_errors(path):
+        _, adapter, config = _resolved(path, adapter)
     family = require_supported(config)
     refuse(
         quantized=quantization_of(config) is not None,
@@ -151,12 +152,12 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     Raises:
         UnsupportedModelError: there is no such model.
     """
-    with _described_errors(path):
-        _, _, config = _described(path)
+    with _naming_errors(path):
+        _, _, config = _resolved(path)
         return config
 
 
-def _described(
+def _resolved(
     path: str | Path, adapter: str | Path | None = None
 ) -> tuple[str | Path, str | Path | None, PreTrainedConfig]:
     """Return the model to load, the adapter to merge into it, if any, and the model's config."""
@@ -164,7 +165,7 @@ def _described(
     if is_absent(base):
         message = "there is no such directory"
         if base != path:
-            message += f" as its base, {base}"
+            message = f"there is no directory of its base model {base}"
         elif get_close_matches(str(path), ["demo"]):
             message += " (did you mean demo?)"
         raise UnsupportedModelError(message)
@@ -178,18 +179,19 @@ def read_video_processor(path: str | Path) -> Any:
     Raises:
         UnsupportedModelError: there is none.
     """
-    with _described_errors(path):
-        base, adapter = find_adapter(path)
+    with _naming_errors(path):
+        base, adapter, config = _resolved(path)
         source = processor_path(base, adapter, is_video=True)
         processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-        if family_of(read_config(path)).whole_limits_videos:
+        if family_of(config).whole_limits_videos:
+            # The processor of all inputs overrides the sizes of its part for videos.
             whole = AutoProcessor.from_pretrained(source, trust_remote_code=False)
             processor.size = whole.videos_kwargs["size"]
         return processor
 
 
 @contextmanager
-def _described_errors(path: str | Path) -> Iterator[None]:
+def _naming_errors(path: str | Path) -> Iterator[None]:
     """Raise errors of transformers and its hub, and our own, with the model's name before them.
 
     Raises:
@@ -235,7 +237,10 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
             if value is not None:
                 settings[name] = value
 
-    unsupported = [name for name in _UNSUPPORTED if _has_effect(settings.get(name))]
+    unsupported = []
+    for name, neutral_value in _UNSUPPORTED.items():
+        if settings.get(name) not in (None, [], neutral_value):
+            unsupported.append(name)
     if unsupported:
         warn_caller(
             f"settings of the model's generation config that are ignored: {', '.join(unsupported)}"
@@ -254,15 +259,3 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
             repetition_penalty=settings.get("repetition_penalty", 1.0),
             max_new_tokens=settings.get("max_new_tokens", MAX_NEW_TOKENS),
         )
-
-
-def _has_effect(value: Any) -> bool:
-    """Return whether a value of one of the unsupported settings changes an answer.
-
-    A number of 0 or 1 turns a penalty, a cutoff or a minimum off, as does an empty list.
-    """
-    if value is None:
-        return False
-    if isinstance(value, bool | int | float):
-        return value not in (0, 1)
-    return value != []

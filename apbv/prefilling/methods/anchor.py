@@ -22,7 +22,7 @@ class _Machine(NamedTuple):
     Attributes:
         flops: FLOP per second of large matrix products.
         bandwidth: bytes per second that a host receives.
-        latency: seconds of one more exchange in a layer.
+        latency: seconds of one more exchange in a layer, and of what is launched for it.
     """
 
     flops: float
@@ -30,9 +30,9 @@ class _Machine(NamedTuple):
     latency: float
 
 
-# Of GPUs: an H200's bf16 products, a link of 200 Gb/s, and the launch and latency of a collective.
-# Of CPUs: some cores, a link of 10 Gb/s, and gloo's latency.
-_MACHINES = {"cuda": _Machine(5e14, 2e10, 5e-5), "cpu": _Machine(2e11, 1e9, 1e-3)}
+# Of GPUs: an H200's bf16 products, a link of 200 Gb/s, and six launches by the CPU, which took 77
+# us each there (docs/results-prefill.md). Of CPUs: some cores, a link of 10 Gb/s, gloo's latency.
+_MACHINES = {"cuda": _Machine(5e14, 2e10, 5e-4), "cpu": _Machine(2e11, 1e9, 1e-3)}
 
 
 def share_anchor(

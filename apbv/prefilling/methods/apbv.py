@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...config import METHOD_FACTS, PrefillConfig
 from ...hosts import Pending
@@ -157,37 +158,48 @@ class ApbvMethod(PrefillMethod):
         sent: list[Pending | None],
         out: Tensor,
     ) -> None:
-        """Attend to anchor and passing blocks, and apart from that within each block.
+        """Attend within each block, and apart from that to anchor and passing blocks.
 
-        Within a block attention may be sparse. What of the anchor this host computes comes last,
-        when the other parts have arrived in any case.
+        Within a block attention may be sparse. Where it is dense, only the first block's is
+        computed apart, during the transfers. What of the anchor this host computes comes last, when
+        the other parts have arrived in any case.
         """
+        is_during_transfers = self.config.ablation.overlap
         for block, rows in self._blocks.items():
             # With Star Attention host 0's block is the anchor.
             if not len(rows):
                 continue
             q = _rows(states.q, rows)
-            # Computed during the transfers.
-            within_block = self.attend_within(q, states.pair(rows), states.scale)
+            out_block = _rows(out, rows)
+            own = states.pair(rows)
+            within_block = None
+            if self.blocks is not None or is_during_transfers:
+                within_block = self.attend_within(q, own, states.scale)
+            is_during_transfers = False
             segments = self._passing_segments(block, sent)
             # A block that begins the prompt sees no copy of its start.
             if block > 0 or not self.layout.anchor_copy:
                 segments.insert(0, anchor.wait())
-            if segments:
+            if within_block is None:
+                segments.append(own)
+                self.attend(q, segments, states.scale, causal_last=True, out=out_block)
+            elif segments:
                 before_block = self.attend(q, segments, states.scale, causal_last=False)
-                self.merge([within_block, before_block], _rows(out, rows))
+                self.merge([within_block, before_block], out_block)
             else:
                 within_out, _ = within_block
-                _rows(out, rows).copy_(within_out)
+                out_block.copy_(within_out)
 
-        segments = [states.pair(self._anchor)]
-        before = range(self._anchor_part.start)
-        if len(before) > 0:
-            k, v = anchor.wait()
-            segments.insert(0, (_rows(k, before), _rows(v, before)))
-        q = _rows(states.q, self._anchor)
-        out_anchor = _rows(out, self._anchor)
-        self.attend(q, segments, states.scale, causal_last=True, out=out_anchor)
+        # The last of the anchor's keys that it sees are those of its own rows.
+        k, v = anchor.wait()
+        seen = range(self._anchor_part.stop)
+        self.attend(
+            _rows(states.q, self._anchor),
+            [(_rows(k, seen), _rows(v, seen))],
+            states.scale,
+            causal_last=True,
+            out=_rows(out, self._anchor),
+        )
 
     def _attend_first(
         self, block: int, states: LayerQKV, sent: list[Pending | None], out: Tensor
@@ -234,10 +246,10 @@ class ApbvMethod(PrefillMethod):
         if not self.layout.splits_anchor:
             return Pending(lambda: (k, v))
         layout = self.layout
-        # A shorter part does not fill its buffer.
-        buffer = k.new_empty(2, *k.shape[:2], layout.longest_anchor_part, k.shape[3])
-        buffer[0, :, :, : k.shape[2]] = k
-        buffer[1, :, :, : k.shape[2]] = v
+        buffer = torch.stack((k, v))
+        num_missing = layout.longest_anchor_part - k.shape[2]
+        if num_missing:  # all hosts' buffers are equally long
+            buffer = pad(buffer, (0, 0, 0, num_missing))
         lengths = [len(layout.anchor_part(host)) for host in range(layout.num_hosts)]
 
         def joined(received: Tensor) -> Segment:

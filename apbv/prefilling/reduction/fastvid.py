@@ -7,26 +7,28 @@ as in the authors' program for LLaVA-Video.
   similarities, and wherever one is below tau.
 - *ATS* spends three fifths of a segment's budget evenly on the most salient tokens of its frames.
 - *DTM* spends the rest on every fourth frame of a segment, counted from its last: its anchor
-  frames. It takes tokens that are dense and far from denser ones (density peaks, by 4 nearest
-  neighbours). Into those of each anchor frame, all tokens of the segment that are neither salient
-  nor among them are merged: each becomes 0.6 of itself and 0.4 of the mean of the tokens that are
-  more similar to it than to the others.
+  frames. Of an anchor frame it keeps *centres*, tokens that are dense and far from denser ones
+  (density peaks, by 4 nearest neighbours). Into the centres of every anchor frame, all tokens of
+  the segment are merged that are neither salient nor centres of that frame: a centre becomes 0.6
+  of itself and 0.4 of the mean of the tokens that are more similar to it than to other centres.
 
 What is different here:
 
 - A frame is represented by the mean of its tokens' embeddings, with tau = 0.84, as in the authors'
-  program for Qwen2.5-VL; the paper's 0.9 is for the vision tower's pooled output. That program also
-  spends nothing on a frame whose next one is more similar than 0.95, and so keeps fewer tokens than
-  its ratio says.
+  program for Qwen2.5-VL; the paper's 0.9 is for the vision tower's pooled output. Unlike this file,
+  that program spends nothing on a frame whose next one is more similar than 0.95, and so keeps
+  fewer tokens than its ratio says.
 - Salience is a stand-in, as not all towers have a [CLS] token, whose attention the paper takes; the
-  program for Qwen2.5-VL takes how the mean query of the last vision block attends to a token's
-  keys. Here those tokens are salient whose embeddings are least similar to their frame's mean. They
-  are only in part the same tokens.
+  program for Qwen2.5-VL takes the attention that the mean query of the last vision block gives to
+  a token. Here those tokens are salient whose embeddings are least similar to their frame's mean.
+  They are only in part the same tokens.
 - The paper keeps at most a quarter. With more, every fourth frame may have too few tokens to keep;
   then anchor frames are closer: every third, every other, or all.
 - A merged token stays at the place of the token that others were merged into. Of equal densities
   the earlier token counts as the denser one; the authors add noise instead.
 """
+
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -37,22 +39,24 @@ from ...layout import split_evenly
 from .choosing import keep_best
 from .frames import KeptRows, SharedVideo
 
-_NUM_SEGMENTS = 8  # c
+_FEWEST_SEGMENTS = 8  # c; tau may cut more
 _ALIKE = 0.84  # tau
 _INTERVALS = (4, 3, 2, 1)  # p: the paper's, and what is tried where it leaves too little room
 _NUM_NEIGHBOURS = 4  # k, the token itself among them
 _OWN_SHARE = 0.6  # beta
+_DENSE_SHARE = Fraction(2, 5)  # of a segment's budget, for centres
 
 
-def cut_segments(similar: Tensor) -> list[range]:
+def cut_segments(similarity: Tensor) -> list[range]:
     """Cut a video of T frames into segments (DySeg).
 
     Args:
-        similar: ``[T - 1]``, of each frame to the next.
+        similarity: ``[T - 1]``, of each frame to the next.
     """
-    least_similar = keep_best(-similar, _NUM_SEGMENTS - 1).tolist()
-    unlike = (similar < _ALIKE).nonzero().flatten().tolist()
-    num_frames = len(similar) + 1
+    # The frames after which the video is cut.
+    least_similar = keep_best(-similarity, _FEWEST_SEGMENTS - 1).tolist()
+    unlike = (similarity < _ALIKE).nonzero().flatten().tolist()
+    num_frames = len(similarity) + 1
     segments = []
     start = 0
     for last_frame in sorted({*least_similar, *unlike}):
@@ -62,27 +66,30 @@ def cut_segments(similar: Tensor) -> list[range]:
     return segments
 
 
-def share_budget(counts: list[int], frame_size: int) -> tuple[list[int], dict[int, int]]:
+def share_budget(budget: int, num_frames: int, frame_size: int) -> tuple[list[int], dict[int, int]]:
     """Share a segment's budget out over its frames.
 
     Args:
-        counts: how many tokens each frame of the segment may contribute.
+        budget: the tokens that the segment keeps, at most as many as it has.
+        num_frames: its frames.
+        frame_size: the tokens of a frame.
 
     Returns:
         For every frame how many tokens it keeps by salience; for every anchor frame, by its number
-        within the segment, how many it keeps by density.
+        within the segment, how many centres it keeps.
     """
-    total = sum(counts)
-    dense = total * 2 // 5
-    salient = [len(share) for share in split_evenly(range(total - dense), len(counts))]
+    num_dense = budget * _DENSE_SHARE.numerator // _DENSE_SHARE.denominator
+    num_salient = [len(share) for share in split_evenly(range(budget - num_dense), num_frames)]
     for interval in _INTERVALS:
-        frames = range(len(counts) - 1, -1, -interval)
-        shares = {}
-        for frame, share in zip(frames, split_evenly(range(dense), len(frames)), strict=True):
-            shares[frame] = len(share)
-        if all(salient[frame] + share <= frame_size for frame, share in shares.items()):
+        anchor_frames = range(num_frames - 1, -1, -interval)
+        shares = split_evenly(range(num_dense), len(anchor_frames))
+        num_centres = {}
+        for frame, share in zip(anchor_frames, shares, strict=True):
+            num_centres[frame] = len(share)
+        # With the last interval every frame is an anchor frame, which has room for its share.
+        if all(num_salient[frame] + count <= frame_size for frame, count in num_centres.items()):
             break
-    return salient, shares
+    return num_salient, num_centres
 
 
 def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
@@ -110,47 +117,53 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     values = [rows[:0].flatten(0, 1)]
     for segment in segments_of[rank]:
         segment_rows = rows[segment.start - first_frame : segment.stop - first_frame]
-        segment_counts = counts[segment.start : segment.stop]
-        kept = _reduce_segment(segment_rows, video.hidden_size, segment_counts)
+        budget = sum(counts[segment.start : segment.stop])
+        kept = _reduce_segment(segment_rows, video.hidden_size, budget)
         places.append(segment.start * size + kept.places)
         values.append(kept.values)
     return KeptRows(torch.cat(places), torch.cat(values))
 
 
-def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> KeptRows:
-    """Keep a segment's salient tokens, and merge the rest into dense tokens of anchor frames.
+def _reduce_segment(rows: Tensor, hidden_size: int, budget: int) -> KeptRows:
+    """Keep a segment's salient tokens, and merge the rest into the centres of anchor frames.
 
     Args:
         rows: ``[F, h * w, (1 + L) * d]``.
-        counts: see :func:`share_budget`.
+        budget: how many tokens to keep.
 
     Returns:
         Places within the segment, in CPU memory, and the rows that are kept there.
     """
-    size = rows.shape[1]
+    num_frames, size, _ = rows.shape
     flat = rows.flatten(0, 1)
-    salient, anchor_shares = share_budget(counts, size)
+    num_salient, num_centres = share_budget(budget, num_frames, size)
+
+    # Choose the salient tokens of every frame, and the centres of every anchor frame.
     is_salient = torch.zeros(len(flat), dtype=torch.bool)
-    anchors = []
+    centres_of_frames = []
     for frame, tokens in enumerate(rows[..., :hidden_size].float()):
-        to_mean = functional.cosine_similarity(tokens, tokens.mean(dim=0), dim=-1).cpu()
-        of_frame = is_salient[frame * size : (frame + 1) * size]  # a view
-        of_frame[keep_best(-to_mean, salient[frame])] = True
-        if anchor_shares.get(frame):
-            rest = (~of_frame).nonzero().flatten()
-            dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
-            anchors.append(frame * size + rest[keep_best(dense, anchor_shares[frame])])
+        mean = tokens.mean(dim=0)
+        similarity = functional.cosine_similarity(tokens, mean, dim=-1).cpu()
+        is_salient_here = is_salient[frame * size : (frame + 1) * size]  # a view
+        is_salient_here[keep_best(-similarity, num_salient[frame])] = True
+        if num_centres.get(frame):
+            rest = (~is_salient_here).nonzero().flatten()
+            peaks = density_peaks(tokens[rest.to(tokens.device)]).cpu()
+            centres_of_frames.append(frame * size + rest[keep_best(peaks, num_centres[frame])])
+
+    # As in the paper every anchor frame gets all other tokens of the segment, other frames' centres
+    # among them, as they were before any merge.
     values = flat.clone()
     is_kept = is_salient.clone()
-    for places in anchors:
+    for centres in centres_of_frames:
         is_other = ~is_salient
-        is_other[places] = False
-        is_kept[places] = True
+        is_other[centres] = False
+        is_kept[centres] = True
         others = is_other.nonzero().flatten()
-        places = to_device(places, rows.device)
-        values[places] = _merged(flat, hidden_size, places, others, size)
-    places = is_kept.nonzero().flatten()
-    return KeptRows(places, values[to_device(places, rows.device)])
+        centres_on_device = to_device(centres, rows.device)
+        values[centres_on_device] = _merged(flat, hidden_size, centres_on_device, others, size)
+    kept = is_kept.nonzero().flatten()
+    return KeptRows(kept, values[to_device(kept, rows.device)])
 
 
 def density_peaks(tokens: Tensor) -> Tensor:
@@ -166,35 +179,39 @@ def density_peaks(tokens: Tensor) -> Tensor:
     distances = distances / tokens.shape[1] ** 0.5
     nearest = distances.topk(min(_NUM_NEIGHBOURS, len(tokens)), largest=False).values
     density = nearest.square().mean(dim=1).neg().exp()
-    ranks = torch.arange(len(tokens), device=tokens.device)
-    rank = torch.empty_like(ranks)
-    rank[density.argsort(descending=True, stable=True)] = ranks
-    to_denser = distances.masked_fill(rank[None] >= rank[:, None], float("inf")).min(dim=1).values
-    return to_denser.clamp(max=distances.max()) * density
+    order = density.argsort(descending=True, stable=True)
+    density_rank = torch.empty_like(order)
+    density_rank[order] = torch.arange(len(tokens), device=tokens.device)
+    not_denser = density_rank[None] >= density_rank[:, None]
+    distance_to_denser = distances.masked_fill(not_denser, float("inf")).min(dim=1).values
+    # The densest row has no denser one.
+    return distance_to_denser.clamp(max=distances.max()) * density
 
 
-def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, size: int) -> Tensor:
-    """Merge every other token into the most similar anchor token.
+def _merged(
+    flat: Tensor, hidden_size: int, centres: Tensor, others: Tensor, rows_at_once: int
+) -> Tensor:
+    """Merge every other token into the most similar centre.
 
     Args:
         flat: the segment's rows, ``[m, (1 + L) * d]``.
-        anchors: the A places to merge into.
+        centres: the A places of the centres.
         others: the places of the tokens to merge.
-        size: how many of these are merged at a time.
+        rows_at_once: how many of the others are merged at a time.
 
     Returns:
-        The anchors' rows, ``[A, (1 + L) * d]``.
+        The centres' rows, ``[A, (1 + L) * d]``.
     """
-    targets = functional.normalize(flat[anchors, :hidden_size].float(), dim=-1)
-    sums = flat.new_zeros(len(anchors), flat.shape[1], dtype=torch.float32)
-    counts = sums.new_zeros(len(anchors), 1)
+    targets = functional.normalize(flat[centres, :hidden_size].float(), dim=-1)
+    sums = flat.new_zeros(len(centres), flat.shape[1], dtype=torch.float32)
+    counts = sums.new_zeros(len(centres), 1)
     # A long segment has more similarities than fit in memory.
-    for places in others.to(flat.device).split(size):
+    for places in others.to(flat.device).split(rows_at_once):
         tokens = flat[places].float()
         # A token's own length does not change which target is nearest.
         nearest = (tokens[:, :hidden_size] @ targets.T).argmax(dim=-1)
         sums.index_add_(0, nearest, tokens)
         counts.index_add_(0, nearest, counts.new_ones(len(places), 1))
-    anchor_rows = flat[anchors].float()
-    mixed = _OWN_SHARE * anchor_rows + (1 - _OWN_SHARE) * sums / counts.clamp(min=1)
-    return torch.where(counts > 0, mixed, anchor_rows).to(flat.dtype)
+    centre_rows = flat[centres].float()
+    mixed = _OWN_SHARE * centre_rows + (1 - _OWN_SHARE) * sums / counts.clamp(min=1)
+    return torch.where(counts > 0, mixed, centre_rows).to(flat.dtype)

@@ -299,10 +299,10 @@ class SpeculativeBatch(Batch):
         members = []
         to_draft: Windows = {}
         for member in self._drafting_members:
-            if not member.goes_on:
+            if not member.may_go_on:
                 continue
             window = min(windows.get(member, 0), member.answer.num_left - 1)
-            if self._has_room(member, 1 + window):
+            if self._make_room_or_end(member, 1 + window):
                 members.append(member)
                 if window:
                     to_draft[member] = window

@@ -284,8 +284,8 @@ class VideoFile(AbstractContextManager):
         # ascend all the same, these are decoding times.
         if codec.has_b_frames and len(shown_times) > 1 and (np.diff(shown_times) >= 0).all():
             return False
-        # A keyframe is displayed after all that comes before it in the file, unless another
-        # recording begins.
+        # A keyframe is displayed after all that comes before it in the file. Where it is not,
+        # another recording begins, and seeks would mix the two. Hidden packets do not count.
         latest = np.maximum.accumulate(np.where(is_shown, pts, pts[first]))
         if not (pts >= latest)[is_shown & is_key].all():
             return False
@@ -324,14 +324,15 @@ class VideoFile(AbstractContextManager):
             if check is not None:
                 check()
 
-            # Once the decoder has the last wanted frame, with its second field, drain it.
+            # Once the decoder has the last wanted frame, with its second field, drain it: without a
+            # packet it gives what it has left.
             is_second_field = False
             if packet is not None:
                 _, is_second_field = self.reader.read(packet, False)
             if not num_unfed and not is_second_field:
                 packet = None
 
-            # Decode. A second field is needed if the first one was.
+            # Decode. A second field is needed if the first one was: then nothing changes.
             if not is_second_field:
                 is_needed = packet is None or packet.pts in num_wanted or packet.pts == key_time
             for frame in self.decode(packet, is_needed):
