@@ -112,6 +112,7 @@ DRAFT = (
     *_of(HippoConfig, "terms", prefix="hippo"),
     *_of(LayerSkipConfig, "layer_ratio"),
     *_of(TabedConfig, "ensemble"),
+    *_of(TabedConfig, "window", prefix="ensemble"),
 )
 ANSWER_LENGTH = _of(SamplingParams, "max_new_tokens")
 SAMPLING = _of(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InvalidConfigError
 from .checks import Checked, integer, number, setting
 from .names import CONTEXTS, HIPPO_TERMS
 
@@ -90,10 +91,13 @@ class TabedConfig(Checked, name="tabed "):
             preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``:
             weighted by their divergence from the target in the answer so far, instead of equally.
             The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C needs a captioner.
+        window: h, of how many verified tokens, the latest, the adapted weights are learnt (Appendix
+            B.1; 1, 4 and 16 in its Table 3). None: all of the answer, as in the paper's other
+            tables.
 
     Raises:
-        InvalidConfigError: a letter is unknown or occurs twice, or weights of one context are to be
-            adapted.
+        InvalidConfigError: a letter is unknown or occurs twice, weights of one context are to be
+            adapted, or weights that are not adapted have a window.
     """
 
     ensemble: str = setting(
@@ -102,6 +106,20 @@ class TabedConfig(Checked, name="tabed "):
         _is_ensemble,
         help="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
     )
+    window: int | None = integer(
+        1,
+        2**31 - 1,
+        None,
+        help="latest tokens from which tabed's weights are learnt (default: all)",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.window is not None and not self.adapts_weights:
+            raise InvalidConfigError(
+                f"tabed window is for adapted weights, which {self.ensemble} does not have: give "
+                f"{self.ensemble}*"
+            )
 
     @property
     def contexts(self) -> str:

@@ -6,6 +6,7 @@ drafted token still takes one forward pass (Algorithm 1). A context's weight dep
 has predicted the tokens verified so far.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -37,17 +38,24 @@ ERROR_FLOOR = 1e-6
 class AdaptedWeights:
     """Weights of m contexts, by the KL divergences of mixtures from the target.
 
-    Divergences are summed over verified tokens. Of two contexts (MT*) it takes the best of the
-    mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More contexts (MTCP*) are weighed by softmax(1 /
-    e), e the divergence of each alone.
+    Divergences are summed over verified tokens, all or the latest. Of two contexts (MT*) it takes
+    the best of the mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More contexts (MTCP*) are weighed
+    by softmax(1 / e), e the divergence of each alone.
+
+    Args:
+        num_contexts: m.
+        window: of how many tokens, the latest, divergences count (Appendix B.1); None: of all.
     """
 
-    def __init__(self, num_contexts: int):
+    def __init__(self, num_contexts: int, window: int | None = None):
         self._candidates = torch.eye(num_contexts, dtype=torch.float64)
         if num_contexts == 2:
             second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
             self._candidates = torch.stack([1 - second, second], dim=1)
-        self._errors: Tensor | None = None
+        # The divergences of the tokens in the window, of which the oldest goes first; or all in
+        # one.
+        self._errors: deque[Tensor] = deque(maxlen=window)
+        self._counts_all = window is None
 
     def learn(self, p: Tensor, q: Tensor) -> None:
         """Learn from a verified token.
@@ -58,15 +66,18 @@ class AdaptedWeights:
         """
         self._candidates = to_device(self._candidates, q.device)
         divergence = kl_divergence(p, self._candidates @ q)
-        self._errors = divergence if self._errors is None else self._errors + divergence
+        if self._counts_all and self._errors:
+            divergence = self._errors.pop() + divergence
+        self._errors.append(divergence)
 
     def choose(self) -> Tensor:
         """Return weights ``[m]`` that sum to 1; after at least one token."""
-        assert self._errors is not None, "a token was learnt from"
+        assert self._errors, "a token was learnt from"
+        errors = torch.stack(tuple(self._errors)).sum(dim=0)
         num_contexts = self._candidates.shape[1]
         if num_contexts > 2:
-            return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
-        best = self._errors.nan_to_num(nan=FINITE, posinf=FINITE).argmin(dim=0, keepdim=True)
+            return torch.softmax(1 / errors.clamp(min=ERROR_FLOOR), dim=0)
+        best = errors.nan_to_num(nan=FINITE, posinf=FINITE).argmin(dim=0, keepdim=True)
         return self._candidates.index_select(0, best)[0]
 
 
@@ -274,8 +285,9 @@ class EnsembleDrafter(ModelDrafter):
         padding = [longest - length for length in lengths]
         self._attention = PaddedAttention(parts.backend, padding)
         self._policy: AdaptedWeights | None = None
-        if task.config.settings_of(TabedConfig).adapts_weights:
-            self._policy = AdaptedWeights(len(contexts))
+        settings = task.config.settings_of(TabedConfig)
+        if settings.adapts_weights:
+            self._policy = AdaptedWeights(len(contexts), settings.window)
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
         self.weights = to_device(equal, device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from
