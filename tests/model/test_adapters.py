@@ -166,7 +166,7 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(
         (
             changed(base_model_name_or_path="/nowhere"),
             None,
-        ): "there is no such directory as its base, /nowhere",
+        ): "there is no directory of its base model /nowhere",
         (
             changed(base_model_name_or_path=None),
             None,
