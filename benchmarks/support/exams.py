@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -108,9 +109,11 @@ class Exam:
         with hosts.local_stage("rendering a clip"):
             if hosts.rank == 0 and not path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_suffix(".part")
-                clips.write_mp4(self.render(seed), unfinished)
-                unfinished.replace(path)
+                # Other processes may write the same clip at the same time.
+                with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                    unfinished = Path(folder, path.name)
+                    clips.write_mp4(self.render(seed), unfinished)
+                    unfinished.replace(path)
         return path
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
@@ -414,6 +417,8 @@ def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[st
                 fields[name] = SparseConfig(**value)
             elif name == "reduce":
                 fields[name] = ReduceConfig(**value)
+            elif name == "passing_weights":
+                fields[name] = tuple(value)
             elif isinstance(value, list):
                 # A length: this many times a part of the tokens, rounded up.
                 times, part = value

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ import torch
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig
 from apbv.config import TabedConfig
+from apbv.input.media.video import probe
 from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
@@ -320,6 +323,25 @@ if __name__ == "__main__":
         assert process.wait(HANGING) == 128 + signal.SIGTERM
     children = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
     wait_for(lambda: not any(Path("/proc", child).exists() for child in children))
+
+
+# ---- clips ----
+
+
+def test_two_benchmarks_may_write_the_same_clip_at_the_same_time(tmp_path, monkeypatch):
+    both_have_written = threading.Barrier(2, timeout=HANGING)
+    write_mp4 = clips.write_mp4
+
+    def write_with_the_other(frames, path):
+        write_mp4(frames, path)
+        both_have_written.wait()
+
+    monkeypatch.setattr(clips, "write_mp4", write_with_the_other)
+    exam = Exam(2, 16, tmp_path)
+    with ThreadPoolExecutor(2) as benchmarks:
+        first, second = benchmarks.map(exam.file, [0, 0])
+    assert first == second and probe(first).num_frames == 16 * clips.FRAMES_PER_SHOT
+    assert [*tmp_path.iterdir()] == [first]
 
 
 # ---- what is kept in place of a reducer's choice ----
