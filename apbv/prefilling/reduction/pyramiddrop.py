@@ -12,7 +12,8 @@ Redundancy Reduction* (CVPR 2025).
 What is different here: the authors' program numbers the tokens that stay anew, from 0. Here they
 stay at their positions, which have a time, height and width in most families, and a decoded token
 has one for all layers. ``layer`` is where the first step is; the others divide the layers after it
-evenly. ``asked_by="question"`` is this project's own form, as in :mod:`.fastv`.
+evenly. Numbers of tokens are rounded, where the program rounds down. ``asked_by="question"`` is
+this project's own form, as in :mod:`.fastv`.
 """
 
 from ...config import ReduceConfig

@@ -4,7 +4,8 @@ Source: Zhang et al., *SparseVLM: Visual Token Sparsification for Efficient Visi
 Inference* (ICML 2025).
 
 - *Raters* are the question's tokens whose embeddings fit the visual tokens no less than on average:
-  softmax over the question's tokens of the products, mean over the visual tokens (Section 3.2).
+  softmax over the question's tokens of the products, mean over the visual tokens (Section 3.2). The
+  authors' program takes those above the average only, and so no rater where all fit alike.
 - Of V visual tokens a step drops λ (V − rank P), those with the least attention, where P is the
   raters' attention to them, mean over heads, in the layer before (Eq. 7).
 - The best 30 % of the dropped tokens are clustered by density peaks, one cluster for ten tokens,
