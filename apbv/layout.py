@@ -4,6 +4,7 @@ It computes with integers only, without torch.
 A run of consecutive token positions is a ``range`` with step 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -74,7 +75,8 @@ class ContextLayout:
             anchor of all blocks but the first: the prefix, the question, and the start of the
             context. Nothing of it is kept. Empty where ``anchor`` is the anchor, which else is
             empty.
-        early_passing_len: l_p in the first quarter of the layers, where it is more.
+        passing_schedule: l_p in each of equally long runs of the layers with attention, from the
+            first. Empty: ``passing_len`` in all layers.
         splits_anchor: whether each host computes a part of the anchor, or of its copy, whose keys
             and values all hosts exchange in every layer; else every host computes all of it.
     """
@@ -85,7 +87,7 @@ class ContextLayout:
     query: range
     passing_len: int
     anchor_copy: tuple[range, ...] = ()
-    early_passing_len: int = 0
+    passing_schedule: tuple[int, ...] = ()
     splits_anchor: bool = False
 
     @property
@@ -139,26 +141,37 @@ class ContextLayout:
         return min(self.passing_len, self.longest_block)
 
     @property
+    def passing_lengths(self) -> tuple[int, ...]:
+        """l_p in each run of the layers with attention; a single one without a schedule."""
+        return self.passing_schedule or (self.passing_len,)
+
+    @property
     def early(self) -> "ContextLayout":
-        """The layout in the first quarter of the layers, which may pass on more."""
-        return replace(self, passing_len=max(self.passing_len, self.early_passing_len))
+        """The layout in the first run of the layers with attention."""
+        return replace(self, passing_len=self.passing_lengths[0])
+
+    @property
+    def most_passing(self) -> "ContextLayout":
+        """The layout in the layers whose blocks pass on most."""
+        return replace(self, passing_len=max(self.passing_lengths))
 
     def in_layer(self, layer: int, num_layers: int) -> "ContextLayout":
-        """Return the layout that one of the decoder's layers has.
+        """Return the layout that a layer with attention has.
 
         Args:
-            layer: its number among all layers, from 0.
-            num_layers: how many there are.
+            layer: its number among the layers with attention, from 0.
+            num_layers: how many of these there are.
         """
-        return self.early if 4 * layer < num_layers else self
+        run = layer * len(self.passing_lengths) // num_layers
+        return replace(self, passing_len=self.passing_lengths[run])
 
     @property
     def passing_is_complete(self) -> bool:
         """Whether blocks pass on everything, which is full attention unless the anchor is a copy.
 
-        l_p is at least a block then, and the anchor no copy.
+        l_p is at least a block in every layer then, and the anchor no copy.
         """
-        return self.passing_len >= self.longest_block and not self.anchor_copy
+        return min(self.passing_lengths) >= self.longest_block and not self.anchor_copy
 
     @property
     def anchor_len(self) -> int:
@@ -247,6 +260,8 @@ def plan_layout(
     passing_len: int | None,
     zigzag: bool,
     early_passing_len: int | None = None,
+    passing_budget: float | None = None,
+    passing_weights: Sequence[float] | None = None,
 ) -> ContextLayout:
     """Split ``[prefix | context | query]`` over the hosts.
 
@@ -262,6 +277,10 @@ def plan_layout(
             zigzag.
         zigzag: cut the context into 2H blocks; else into H.
         early_passing_len: l_p in the first quarter of the layers, where it is more.
+        passing_budget: what all blocks together pass on, as a share of the prompt, instead of l_p:
+            each block passes on an equal part of it, rounded up.
+        passing_weights: one number for each of equally long runs of the layers, from the first. A
+            run's l_p is to l_p as its weight to the mean weight, rounded.
 
     Returns:
         The layout; it has no blocks where the context is too short to give every virtual host a
@@ -283,14 +302,16 @@ def plan_layout(
         )
     if anchor_len is None:
         anchor_len = default_anchor_len(num_tokens)
-    if passing_len is None:
-        divisor = 128 if zigzag else 64
-        passing_len = max(FEWEST_PASSING, -(-num_tokens // divisor))
     if anchor_len == 0:
         anchor = range(0)
     else:
         anchor = range(max(context_start, anchor_len))
     num_blocks = num_hosts * (2 if zigzag else 1)
+    if passing_budget is not None:
+        passing_len = math.ceil(passing_budget * num_tokens / num_blocks)
+    if passing_len is None:
+        divisor = 128 if zigzag else 64
+        passing_len = max(FEWEST_PASSING, -(-num_tokens // divisor))
     if query_start - anchor.stop < num_blocks:
         return single_host_layout(num_hosts, num_tokens)
     return ContextLayout(
@@ -299,8 +320,20 @@ def plan_layout(
         blocks=tuple(split_evenly(range(anchor.stop, query_start), num_blocks)),
         query=range(query_start, num_tokens),
         passing_len=passing_len,
-        early_passing_len=early_passing_len or 0,
+        passing_schedule=_passing_schedule(passing_len, early_passing_len, passing_weights),
     )
+
+
+def _passing_schedule(
+    passing_len: int, early_len: int | None, weights: Sequence[float] | None
+) -> tuple[int, ...]:
+    """Return l_p in each run of the layers; empty where it is the same in all."""
+    if early_len is not None and early_len > passing_len:
+        return (early_len, passing_len, passing_len, passing_len)
+    if weights is None:
+        return ()
+    mean = sum(weights) / len(weights)
+    return tuple(round(passing_len * weight / mean) for weight in weights)
 
 
 def default_anchor_len(num_tokens: int) -> int:

@@ -108,9 +108,12 @@ class Plan:
         }
         layout = self.layout
         if layout.is_split:
+            passing = " / ".join(
+                f"{min(length, layout.longest_block):,}" for length in layout.passing_lengths
+            )
             lines["split"] = (
                 f"{len(layout.blocks)} blocks of {layout.longest_block:,} tokens, anchor "
-                f"{layout.anchor_len:,}, passing {layout.max_passed:,} tokens"
+                f"{layout.anchor_len:,}, passing {passing} tokens"
             )
         if self.warning is not None:
             lines["warning"] = self.warning

@@ -264,7 +264,9 @@ def launching_ms(config: PreTrainedConfig, method: str, splits_anchor: bool = Fa
 def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
     config = config_of(options.prefill)
-    lengths = fields_of(options, "passing_len", "early_passing_len")
+    lengths = fields_of(
+        options, "passing_len", "early_passing_len", "passing_budget", "passing_weights"
+    )
 
     # A column for each method: the parts' times, and the CPU's time for launches.
     header = [f"ms on {gpu}, {options.prefill}"]

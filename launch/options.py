@@ -64,10 +64,11 @@ class Setting(NamedTuple):
 
 # Options that are not named as their fields, and further arguments of argparse.
 _NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
-_MORE = {
+_MORE: dict[str, dict[str, Any]] = {
     "draft_model": {"metavar": "PATH"},
     "num_draft_tokens": {"metavar": "N|auto"},
     "terms": {"nargs": "+"},
+    "passing_weights": {"nargs": "+", "type": float, "metavar": "WEIGHT"},
 }
 
 
@@ -89,6 +90,8 @@ PREFILL = _of(
     "anchor_query",
     "passing_len",
     "early_passing_len",
+    "passing_budget",
+    "passing_weights",
     "query_len",
     "importance",
     "kv",
@@ -358,7 +361,8 @@ def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
         if setting.config is config:
             value = getattr(options, setting.name, None)
             if value is not None:
-                values[setting.field] = value
+                # argparse makes a list of several values.
+                values[setting.field] = tuple(value) if isinstance(value, list) else value
     return values
 
 
@@ -423,8 +427,6 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     if options.speculate == "off":
         return None
     hippo = given(options, HippoConfig)
-    if hippo:
-        hippo["terms"] = tuple(hippo["terms"])
     layerskip = given(options, LayerSkipConfig)
     tabed = given(options, TabedConfig)
     return SpeculativeConfig(

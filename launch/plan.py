@@ -25,7 +25,15 @@ from apbv.launch.options import (
 )
 
 # The prefill settings that a plan depends on.
-_OF_PREFILL = ("method", "anchor_len", "passing_len", "early_passing_len", "kv")
+_OF_PREFILL = (
+    "method",
+    "anchor_len",
+    "passing_len",
+    "early_passing_len",
+    "passing_budget",
+    "passing_weights",
+    "kv",
+)
 
 
 def parse_arguments(

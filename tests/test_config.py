@@ -59,6 +59,31 @@ def test_lengths(name):
         assert str(raised.value) == f"{name} must be an integer in 0 .. 2^31-1, not {value!r}"
 
 
+def test_budgets_and_schedules_of_passing():
+    with pytest.raises(ValueError, match=r"^passing_budget must lie in 0 < budget <= 1, not 0$"):
+        PrefillConfig(passing_budget=0)
+    for weights in (
+        (),
+        (0, 0),
+        (1, -1),
+        (float("nan"),),
+        (float("inf"),),
+        [1, 2],
+        (True,),
+        ("1",),
+        257 * (1,),
+    ):
+        with pytest.raises(ValueError, match=r"^passing_weights must be a tuple of .*, not all 0"):
+            PrefillConfig(passing_weights=weights)
+    for both in (
+        {"passing_len": 8, "passing_budget": 0.5},
+        {"early_passing_len": 8, "passing_weights": (2, 1)},
+    ):
+        with pytest.raises(ValueError, match=" and ".join(both)):
+            PrefillConfig(**both)
+    assert PrefillConfig(passing_len=8, passing_weights=(2, 1)).passing_weights == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "known"),
     [

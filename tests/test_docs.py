@@ -194,6 +194,10 @@ def listed(facts: Mapping[str, Any], has_it: Callable[[Any], bool], joint: str =
 FEATURES = {
     "anchor_query": "`--anchor-query`",
     "no_anchor": "a method without an anchor",
+    "passing_len": "`--passing-len`",
+    "passing_budget": "`--passing-budget`",
+    "early_passing": "`--early-passing-len`",
+    "passing_weights": "`--passing-weights`",
     "sparse": "`--sparse`",
     "dense_method": listed(METHOD_FACTS, lambda method: not method.takes_sparse),
     "other_sparse_method": "a different sparse `--method`",

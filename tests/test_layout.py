@@ -29,6 +29,7 @@ class Request:
     query_start: int
     anchor_len: int | None = None
     passing_len: int | None = None
+    passing_budget: float | None = None
     zigzag: bool = True
 
     def plan(self):
@@ -50,9 +51,15 @@ class Request:
 
     @property
     def expected_passing_len(self) -> int:
-        """l_p: 1/128 of the input for 2H blocks, 1/64 for H; at least 256."""
+        """l_p: 1/128 of the input for 2H blocks, 1/64 for H; at least 256.
+
+        Or each block's part of a budget.
+        """
         if self.passing_len is not None:
             return self.passing_len
+        if self.passing_budget is not None:
+            all_passed = Fraction(self.passing_budget) * self.num_tokens
+            return math.ceil(all_passed / self.num_blocks)
         return max(256, math.ceil(Fraction(self.num_tokens, 128 if self.zigzag else 64)))
 
     @property
@@ -73,6 +80,9 @@ def requests(draw, max_tokens=20_000):
         st.one_of(st.integers(0, min(query_start, 20)), st.integers(0, query_start))
     )
     lengths = st.integers(0, max(query_start - 1, 0))
+    passing_len = draw(
+        st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))
+    )
     return Request(
         num_hosts=draw(st.integers(1, 9)),
         num_tokens=num_tokens,
@@ -83,9 +93,11 @@ def requests(draw, max_tokens=20_000):
         )
         if query_start
         else None,
-        passing_len=draw(
-            st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))
-        ),
+        passing_len=passing_len,
+        # Exact as floats.
+        passing_budget=draw(st.none() | st.sampled_from([2**-10, 0.125, 0.5, 1]))
+        if passing_len is None
+        else None,
         zigzag=draw(st.booleans()),
     )
 
@@ -215,6 +227,32 @@ def test_impossible_requests_name_their_numbers():
 runs = st.builds(
     lambda start, length: range(start, start + length), st.integers(0, 40), st.integers(0, 40)
 )
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_layers", "expected"),
+    [
+        ((2, 1, 0.5, 0.5), 8, [200, 200, 100, 100, 50, 50, 50, 50]),
+        ((5, 1, 1, 1), 6, [250, 250, 50, 50, 50, 50]),
+        ((1, 0), 3, [200, 200, 0]),
+        ((1, 2, 3, 2), 2, [50, 150]),  # more runs than layers
+        ((7,), 2, [100, 100]),
+    ],
+)
+def test_a_schedule_shares_the_passed_pairs_out_over_the_layers(weights, num_layers, expected):
+    layout = plan_layout(
+        num_hosts=2,
+        num_tokens=5000,
+        context_start=0,
+        query_start=4900,
+        anchor_len=0,
+        passing_len=100,
+        zigzag=True,
+        passing_weights=weights,
+    )
+    layouts = [layout.in_layer(layer, num_layers) for layer in range(num_layers)]
+    assert [in_layer.max_passed for in_layer in layouts] == expected
+    assert max(expected) <= layout.most_passing.max_passed
 
 
 @given(runs, runs)

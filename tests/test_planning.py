@@ -173,7 +173,7 @@ def test_what_cannot_be_planned_is_refused(settings, message):
 
 
 def test_longer_passing_blocks_in_some_layers_need_the_memory_of_such_a_layer():
-    def of_passing(**lengths: int) -> list[int]:
+    def of_passing(**lengths) -> list[int]:
         planned = plan(LLAMA, tokens=20_000, hosts=2, prefill=PrefillConfig(**lengths))
         return [host.stages["prefill"]["passing KV"] for host in planned.hosts]
 
@@ -181,6 +181,10 @@ def test_longer_passing_blocks_in_some_layers_need_the_memory_of_such_a_layer():
         plan("demo", num_frames=256, resolution="1080p", hosts=2, device_memory=4 * 10**9)
     )
     assert of_passing(early_passing_len=625) == of_passing(passing_len=625) > of_passing()
+    scheduled = of_passing(passing_len=250, passing_weights=(1, 2.5, 0.5, 1))
+    assert scheduled == of_passing(passing_len=500)
+    # 4 blocks share an eighth of the prompt.
+    assert of_passing(passing_budget=0.125) == of_passing(passing_len=625)
 
 
 def test_short_passing_blocks_are_warned_of():

@@ -19,8 +19,17 @@ from .regrouped import moved_under_its_name, regrouped
 from .sparse import SparseConfig
 
 _MOST_TOKENS = 2**31 - 1
+_MOST_RUNS = 256  # of layers, in a schedule
+_MOST_WEIGHT = 2**20  # of a run
 # The requirement on a frame rate, and its check.
 FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", Allowed((int, float), lambda fps: 0 < fps <= MAX_FPS)
+
+
+def _are_weights(weights: Any) -> bool:
+    if not isinstance(weights, tuple) or not 0 < len(weights) <= _MOST_RUNS:
+        return False
+    is_weight = Allowed((int, float), lambda weight: 0 <= weight <= _MOST_WEIGHT)
+    return all(map(is_weight, weights)) and sum(weights) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +214,14 @@ class PrefillConfig(Checked):
         early_passing_len: l_p in the first quarter of the layers; ignored if it is less than
             ``passing_len``. Answers are then closer to full attention's at a part of the cost of as
             many pairs in all layers (this project's own). None: ``passing_len`` in all layers.
+        passing_budget: what all context blocks together pass on, as a share of the prompt, instead
+            of ``passing_len``, so that it does not grow with the hosts: each block passes on an
+            equal part of it, rounded up (this project's own). 1/8 is the paper's n/128 on 8 hosts.
+        passing_weights: a schedule of l_p over the layers, which are cut into as many equal runs as
+            there are weights: a run's l_p is to ``passing_len`` as its weight to the mean weight,
+            rounded (this project's own). With ``(2, 1, 0.5, 0.5)`` the first quarter
+            of the layers passes on twice as much, and all together as much as without. Only layers
+            with attention count. None: the same in all layers.
         query_len: for a text whose question is not given apart from it (``context=``): the number
             of tokens at its end that are the query block, which every host computes. In a chat the
             query block never reaches beyond the last message.
@@ -246,6 +263,20 @@ class PrefillConfig(Checked):
         _MOST_TOKENS,
         None,
         help="KV pairs passed on per block in the first quarter of the layers, if more",
+    )
+    passing_budget: float | None = number(
+        "lie in 0 < budget <= 1",
+        lambda share: 0 < share <= 1,
+        None,
+        help="KV pairs passed on by all blocks together, as a share of the prompt, instead of "
+        "--passing-len",
+    )
+    passing_weights: tuple[float, ...] | None = setting(
+        None,
+        "be a tuple of at most 256 numbers in 0 .. 2^20, not all 0",
+        _are_weights,
+        float,
+        help="weights of equal runs of the layers, by which their passing lengths differ",
     )
     query_len: int = integer(
         1,
@@ -297,6 +328,10 @@ class PrefillConfig(Checked):
             "reduction": None if reduce is None else reduce.method,
             "layer_reduction": None if reduce is None else reduce.layer_reduction,
             "decode_pruning": reduce is not None and reduce.prunes_decoding,
+            "passing_len": self.passing_len is not None,
+            "passing_budget": self.passing_budget is not None,
+            "early_passing": self.early_passing_len is not None,
+            "passing_weights": self.passing_weights is not None,
             "sharded_kv": self.kv == "sharded",
             "sparse": None if attention is None else attention.method,
             "dense_method": None if facts.takes_sparse else self.method,

@@ -31,6 +31,18 @@ CONFLICTS = [
         "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
     ),
     Conflict(
+        "passing_len",
+        "passing_budget",
+        "passing_len and passing_budget both set how many KV pairs a block passes on: give one of "
+        "them",
+    ),
+    Conflict(
+        "early_passing",
+        "passing_weights",
+        "early_passing_len and passing_weights both set the passing lengths of the first layers: "
+        "give one of them",
+    ),
+    Conflict(
         "sparse",
         "dense_method",
         "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",

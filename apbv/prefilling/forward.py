@@ -288,7 +288,7 @@ def _plan(
     layout = share_anchor(
         layout, method_type.facts, config, sizes, parts.device, parts.dtype.itemsize
     )
-    method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
+    method = method_type(layout, hosts, config, sizes.kv_layers)
     if observer is not None and layout.is_split and not len(layout.query):
         raise InvalidConfigError(
             f"cannot observe the question's attention with {method.name}: the question is split "

@@ -225,7 +225,7 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
         return 0
     if len(layout.query) or len(layout.anchor):
         buffers = layout.num_hosts + 1  # all hosts', and its own
-        rows = len(layout.virtual_hosts(host)) * buffers * layout.early.max_passed
+        rows = len(layout.virtual_hosts(host)) * buffers * layout.most_passing.max_passed
         if layout.splits_anchor:  # its parts, and all of it
             rows += buffers * layout.longest_anchor_part + layout.anchor_len
         return rows * kv

@@ -200,12 +200,7 @@ class Shape(DecoderSizes):
 
     def layouts(self, layout: ContextLayout) -> Counter[ContextLayout]:
         """Count the layers with attention that have each layout of a prompt."""
-        linear_layers = () if self.linear is None else self.linear.layers
-        num_layers = Counter()
-        for layer in range(self.layers):
-            if layer not in linear_layers:
-                num_layers[layout.in_layer(layer, self.layers)] += 1
-        return num_layers
+        return Counter(layout.in_layer(layer, self.kv_layers) for layer in range(self.kv_layers))
 
     @property
     def kv_bytes(self) -> int:

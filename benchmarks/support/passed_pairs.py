@@ -90,7 +90,12 @@ class AnswersPairs:
         layout = ApbvMethod.plan(hosts.size, inputs.num_tokens, 0, inputs.query_start, config)
         ids = torch.cat([inputs.input_ids, torch.tensor([answer])], dim=1)
         longer = replace(inputs, input_ids=ids, position_ids=torch.arange(ids.shape[1])[None])
-        config = replace(config, anchor_len=layout.anchor_len, passing_len=layout.passing_len)
+        config = replace(
+            config,
+            anchor_len=layout.anchor_len,
+            passing_len=layout.passing_len,
+            passing_budget=None,
+        )
         prefill(parts, longer, hosts=hosts, config=config)
 
     def finding(self, num_answer: int) -> AbstractContextManager:

@@ -96,6 +96,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
         (3, {}, torch.bfloat16),
         (3, {"method": "star"}, torch.float32),
         (3, {"early_passing_len": 7}, torch.float32),
+        (3, {"passing_weights": (2, 1)}, torch.float32),
         (3, {"split_anchor": True}, torch.float32),
         (3, {"split_anchor": True, "method": "apb"}, torch.float32),
         (3, {"split_anchor": True, "method": "star"}, torch.float32),

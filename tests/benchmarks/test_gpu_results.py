@@ -258,7 +258,7 @@ def test_the_page_predicts_more_hosts_as_the_roofline_does():
         ring = milliseconds("zigzag_ring", hosts)
         ours = milliseconds("apbv", hosts)
         whole = milliseconds("apbv", hosts, ablation=AblationConfig(split_anchor=False))
-        shorter = milliseconds("apbv", hosts, passing_len=tokens // (16 * hosts))
+        shorter = milliseconds("apbv", hosts, passing_budget=1 / 8)
         ratios = [f"{full / ours:.1f}x", f"{ring / ours:.2f}x"]
         ratios += [f"{ring / whole:.2f}x", f"{ring / shorter:.2f}x"]
         cells = [str(hosts), f"{ring:.0f} ms", f"{ours:.0f} ms", *ratios]

@@ -25,6 +25,13 @@ from apbv_tests.prompts import (
 METHODS = ("apbv", "apbv", "apbv", "apb", "star", "zigzag_ring", "ulysses", "full")
 EXACT = ("zigzag_ring", "ulysses", "full")
 CLOSE = 1e-4  # linear attention and rotary angles are computed in fp32
+SCHEDULES = [
+    {},
+    {"early_passing_len": 4},
+    {"early_passing_len": 8},
+    {"passing_weights": (2, 1)},
+    {"passing_weights": (0, 3, 1)},
+]
 HAVE_NO_OTHER_ROPE = ("smollm3",)  # some of its layers have no positions
 
 
@@ -38,7 +45,7 @@ def draw_case(family: str, number: int) -> dict:
         settings |= {
             "passing_len": random.choice([0, 1, 3, 5, 1000]),
             "anchor_len": random.choice([0, 9, 20]),
-            "early_passing_len": random.choice([0, 4, 8]),
+            **random.choice(SCHEDULES),
             "importance": random.choice(["peak", "softmax", "dot"]),
             "overlap": random.random() < 0.5,
         }

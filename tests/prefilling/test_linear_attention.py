@@ -127,6 +127,7 @@ COMPRESSED = {
     "a separate query": {"fused_query": False},
     "APB": {"method": "apb"},
     "early": {"early_passing_len": 8},
+    "a schedule": {"passing_weights": (2, 0.5)},
     "early, a separate query": {"passing_len": 0, "early_passing_len": 5, "method": "apb"},
 }
 

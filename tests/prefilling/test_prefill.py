@@ -136,6 +136,7 @@ VARIANTS = {
     "passing 0": {"passing_len": 0},
     "passing 1": {"passing_len": 1},
     "early": {"early_passing_len": 8},
+    "a schedule": {"passing_weights": (3, 0, 1)},
     "early alone": {"passing_len": 0, "early_passing_len": 3, "method": "apb"},
     "softmax": {"importance": "softmax"},
     "dot": {"importance": "dot"},
@@ -189,16 +190,21 @@ def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settin
 
 
 @pytest.mark.parametrize(
-    ("passing_len", "early", "exact"), [(20, None, True), (19, None, False), (19, 20, False)]
+    ("lengths", "exact"),
+    [
+        ({"passing_len": 20}, True),
+        ({"passing_len": 19}, False),
+        ({"passing_len": 19, "early_passing_len": 20}, False),
+        ({"passing_len": 30, "passing_weights": (1, 2)}, True),
+        ({"passing_len": 20, "passing_weights": (1, 2)}, False),
+        ({"passing_budget": 2 * 20 / 60}, True),
+        ({"passing_budget": 2 * 19 / 60}, False),
+    ],
+    ids=str,
 )
-def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, early, exact):
+def test_only_what_passes_whole_blocks_on_is_exact(pool, lengths, exact):
     """Two blocks of 20 tokens lie between the anchor and the question."""
-    settings = {
-        "method": "apb",
-        "anchor_len": 8,
-        "passing_len": passing_len,
-        "early_passing_len": early,
-    }
+    settings = {"method": "apb", "anchor_len": 8, **lengths}
     for result in pool.run(2, prefill_job, "llama", text_batch(60), 48, settings):
         assert result.exact == exact
 

@@ -63,6 +63,7 @@ LAYOUTS = [
     {"anchor_len": 37, "fused_query": False},
     {"anchor_len": 37, "passing_len": 0},
     {"anchor_len": 37, "early_passing_len": 9},
+    {"anchor_len": 37, "passing_weights": (2, 0)},
     {"anchor_len": 37, "sparse": SparseConfig(method="xattention", block_size=32)},
     {"anchor_len": 31, "anchor_query": True},
     {"anchor_len": 31, "anchor_query": True, "fused_query": False},

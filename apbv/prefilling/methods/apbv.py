@@ -98,6 +98,8 @@ class ApbvMethod(PrefillMethod):
             passing_len=config.passing_len,
             zigzag=config.ablation.zigzag,
             early_passing_len=config.early_passing_len,
+            passing_budget=config.passing_budget,
+            passing_weights=config.passing_weights,
         )
         if not config.anchor_query:
             return layout

@@ -36,8 +36,7 @@ class PrefillMethod(ABC):
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late
             one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
-        num_layers: the decoder's layers.
-        attention_layers: the numbers of the layers that have attention; by default all.
+        num_layers: the decoder's layers with attention.
         separate_query: whether the query runs in a second forward pass, after the context's.
         ablation: the fields of the config's ``ablation`` that the method fixes.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
@@ -55,13 +54,11 @@ class PrefillMethod(ABC):
         hosts: HostGroup,
         config: PrefillConfig,
         num_layers: int,
-        attention_layers: Sequence[int] | None = None,
     ):
         self.layout = layout
         self.hosts = hosts
         self.config = self.in_force(config)
         self.num_layers = num_layers
-        self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         self.blocks: BlockAttention | None = None
@@ -91,13 +88,13 @@ class PrefillMethod(ABC):
     def layout_in(self, layer: int) -> ContextLayout:
         """Return the layout of a layer of attention.
 
-        The layers of the decoder's first quarter may pass on more KV pairs than the others.
+        Some layers may pass on more KV pairs than others.
 
         Args:
             layer: its number among the layers of attention. A hybrid's decoder has others between
-                them, which count for the quarter, too.
+                them, which do not count.
         """
-        return self.layout.in_layer(self.attention_layers[layer], self.num_layers)
+        return self.layout.in_layer(layer, self.num_layers)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float) -> PartialAttention:
         """Attend causally within a run of tokens, to all of it or to the chosen blocks."""

@@ -28,7 +28,9 @@ class DenseOracle:
         importance: ``peak``, ``softmax`` or ``dot``.
         separate_query: the query sees only the anchor and itself here, and runs again afterwards.
         sparse: which parts of a block's attention to itself are computed; None: all.
-        early_passing_len: l_p in the first quarter of the layers, where it is more.
+        early_passing_len: l_p in the first quarter of the layers with attention, where it is more.
+        passing_weights: of each of equally long runs of the layers with attention, relative to
+            their mean; None: the same in all.
         num_passed: l_p in the layer that runs.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.
         masks: which keys each token saw in each layer, bool ``[Hq, n, n]``.
@@ -42,6 +44,7 @@ class DenseOracle:
     separate_query: bool = False
     sparse: SparseConfig | None = None
     early_passing_len: int = 0
+    passing_weights: tuple[float, ...] | None = None
     num_passed: int = 0
     keys: list = field(default_factory=list)
     values: list = field(default_factory=list)
@@ -103,14 +106,28 @@ class DenseOracle:
             visible[:, self.query_start :, self.anchor_len : self.query_start] = False
         return visible
 
+    def lengths_of_layers(self, config) -> dict[int, int]:
+        """l_p of each layer with attention, by its number among all layers."""
+        kinds = getattr(config, "layer_types", None) or config.num_hidden_layers * ["attention"]
+        layers = [number for number, kind in enumerate(kinds) if kind != "linear_attention"]
+        lengths = {}
+        weights = self.passing_weights or [1]
+        for run, weight in enumerate(weights):
+            start = -(-run * len(layers) // len(weights))
+            stop = -(-(run + 1) * len(layers) // len(weights))
+            for layer in layers[start:stop]:
+                lengths[layer] = round(self.passing_len * weight * len(weights) / sum(weights))
+        for layer in layers[: -(-len(layers) // 4)]:
+            lengths[layer] = max(lengths[layer], self.early_passing_len)
+        return lengths
+
     def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
         n = key.shape[2]
         group = query.shape[1] // key.shape[1]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.keys.append(key)
         self.values.append(value)
-        is_early = module.layer_idx in range(-(-module.config.num_hidden_layers // 4))
-        self.num_passed = max(self.passing_len, is_early * self.early_passing_len)
+        self.num_passed = self.lengths_of_layers(module.config)[module.layer_idx]
         visible = self.visible(query, key, scale) & torch.ones(n, n, dtype=torch.bool).tril()
         visible = visible.repeat_interleave(group, dim=0)[None]
         if self.sparse is not None:
@@ -210,7 +227,10 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
     is_separate = method == "apb" or settings.get("fused_query") is False
     passed = settings["passing_len"], settings.get("importance", "peak")
     early = settings.get("early_passing_len", 0)
-    return DenseOracle(anchor_len, query_start, num_blocks, *passed, is_separate, sparse, early)
+    weights = settings.get("passing_weights")
+    return DenseOracle(
+        anchor_len, query_start, num_blocks, *passed, is_separate, sparse, early, weights
+    )
 
 
 def as_double(batch: dict) -> dict:
