@@ -1,8 +1,10 @@
-"""The papers' tables that were measured here, drawn from their records: APB-V's Table 4, HIPPO's
-Table 3 and Figure 6, and STD's Table 1."""
+"""The papers' tables that were measured here, drawn from their records: APB-V's Tables 3, 4 and 9,
+HIPPO's Table 3 and Figure 6, ParallelVLM's Tables 1 and 2, STD's Table 1 and TABED's Table 3."""
 
 from collections.abc import Sequence
 
+import accuracy
+import pytest
 import speculative
 import throughput
 
@@ -13,6 +15,7 @@ from support.summaries import grouped
 
 RECORDS = ROOT / "docs" / "records"
 PREFILL = ROOT / "docs" / "results-prefill.md"
+ACCURACY = RECORDS / "notes-accuracy.md"
 SPECULATION = RECORDS / "notes-speculation.md"
 
 
@@ -105,4 +108,80 @@ def test_table_1_of_std():
         for label, record in drafting(records, "std1").items()
     ]
     header = ["self-drafting", "accepted", "tokens per pass", "decoding", "end-to-end"]
+    require_table(SPECULATION, markdown_table(header, rows))
+
+
+# ---- Accuracy: APB-V's Tables 3 and 9, ParallelVLM's Table 2 ----
+
+TASKS = ("retrieval", "ordering", "counting")
+
+
+@pytest.mark.parametrize("preset", ["table3", "table9", "parallelvlm2"])
+def test_a_table_of_accuracy(preset):
+    """Every way of the preset answered the same questions about the same clips."""
+    records = read_records([RECORDS / f"{preset}.jsonl"])
+    rows = accuracy.summarise(records)
+    assert [row["label"] for row in rows] == [*accuracy.PRESETS[preset]]
+    assert len({(row["clip"], row["clips"]) for row in rows}) == 1
+    has_full = "full" in accuracy.PRESETS[preset]
+
+    header = [preset]
+    if has_full:
+        header += ["KL", "same first choice", "TTFT over `full`"]
+    header += ["visual tokens read", *TASKS]
+    cells = []
+    for row in rows:
+        label = f"`{row['label']}`"
+        if row["hosts"] > 1:
+            label += f", {row['hosts']} hosts"
+        cells.append([label])
+        if has_full:
+            cells[-1] += [row["kl"], row["agrees"], f"{row['speedup']:.2f}x"]
+        shares = [100 * right / total for right, total in (row["right"][task] for task in TASKS)]
+        cells[-1] += [f"{row['kept']:.0%}", *(f"{share:.0f}" for share in shares)]
+    require_table(ACCURACY, markdown_table(header, cells))
+
+
+# ---- ParallelVLM's Table 1 ----
+
+
+@pytest.mark.parametrize("draft", ["a draft of its own", "the target as its draft"])
+def test_table_1_of_parallelvlm(draft):
+    name = "parallelvlm1" if draft == "a draft of its own" else "parallelvlm1-own"
+    found = drafting(read_records([RECORDS / f"{name}.jsonl"]), "parallelvlm1")
+    rows = [
+        [
+            label,
+            f"{record['speculation']['acceptance_rate']:.0%}",
+            f"{record['speculation']['mean_accepted_tokens']:.2f}",
+            f"{record['decode_speedup']:.2f}x",
+            f"{record['end_to_end_speedup']:.2f}x",
+        ]
+        for label, record in found.items()
+    ]
+    header = [f"ParallelVLM's Table 1, {draft}", "accepted", "MAT", "decoding", "end-to-end"]
+    require_table(SPECULATION, markdown_table(header, rows))
+
+
+# ---- TABED's Table 3 ----
+
+
+def test_table_3_of_tabed():
+    """The tokens that weights are learned from."""
+    records = read_records([RECORDS / "tabed3.jsonl"])
+    by_task = {}
+    for (task,), found in grouped(records, "task").items():
+        by_task[task] = drafting(found, "tabed3")
+    header = ["weights learned from"]
+    for task in by_task:
+        header += [f"{task}: accepted", "tokens per pass"]
+    rows = []
+    for label in speculative.PRESETS["tabed3"]:
+        rows.append([f"`{label}`"])
+        for found in by_task.values():
+            figures = found[label]["speculation"]
+            rows[-1] += [
+                f"{figures['acceptance_rate']:.3f}",
+                f"{figures['tokens_per_target_forward']:.3f}",
+            ]
     require_table(SPECULATION, markdown_table(header, rows))
