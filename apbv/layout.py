@@ -1,6 +1,6 @@
 """Plans which tokens are anchor, context blocks and query, and which host owns them.
 
-It computes with integers only, without torch.
+It does not need torch.
 A run of consecutive token positions is a ``range`` with step 1.
 """
 
@@ -162,8 +162,10 @@ class ContextLayout:
             layer: its number among the layers with attention, from 0.
             num_layers: how many of these there are.
         """
-        run = layer * len(self.passing_lengths) // num_layers
-        return replace(self, passing_len=self.passing_lengths[run])
+        if not self.passing_schedule:
+            return self
+        run = layer * len(self.passing_schedule) // num_layers
+        return replace(self, passing_len=self.passing_schedule[run])
 
     @property
     def passing_is_complete(self) -> bool:

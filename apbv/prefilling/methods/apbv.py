@@ -64,9 +64,11 @@ class ApbvMethod(PrefillMethod):
         config = self.config
         self.separate_query = not config.ablation.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
-        # The places of the anchor that this host computes, and all of its rows here.
-        self._anchor_part = layout.anchor_part(hosts.rank)
-        self._anchor = range(len(self._anchor_part))
+        # The places of the anchor that each host computes. Of this host's, all rows, and those
+        # whose KV it keeps.
+        self._anchor_parts = [layout.anchor_part(host) for host in range(layout.num_hosts)]
+        self._anchor = range(len(self._anchor_parts[hosts.rank]))
+        self._kept_anchor = layout.kept_anchor_rows(hosts.rank)
         # The rows of each virtual host's block on this host.
         *rows_of_blocks, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, rows_of_blocks, strict=True))
@@ -194,7 +196,7 @@ class ApbvMethod(PrefillMethod):
 
         # The last of the anchor's keys that it sees are those of its own rows.
         k, v = anchor.wait()
-        seen = range(self._anchor_part.stop)
+        seen = range(self._anchor_parts[self.hosts.rank].stop)
         self.attend(
             _rows(states.q, self._anchor),
             [(_rows(k, seen), _rows(v, seen))],
@@ -247,12 +249,11 @@ class ApbvMethod(PrefillMethod):
         k, v = states.pair(self._anchor)
         if not self.layout.splits_anchor:
             return Pending(lambda: (k, v))
-        layout = self.layout
+        lengths = [len(part) for part in self._anchor_parts]
         buffer = torch.stack((k, v))
-        num_missing = layout.longest_anchor_part - k.shape[2]
+        num_missing = max(lengths) - k.shape[2]
         if num_missing:  # all hosts' buffers are equally long
             buffer = pad(buffer, (0, 0, 0, num_missing))
-        lengths = [len(layout.anchor_part(host)) for host in range(layout.num_hosts)]
 
         def joined(received: Tensor) -> Segment:
             # [H, 2, B, Hkv, longest part, D] to [2, B, Hkv, l_a, D]
@@ -383,7 +384,7 @@ class ApbvMethod(PrefillMethod):
         # The rows to which ranking has not attended: a slice of the anchor, other blocks, and on
         # the host that owns it the query itself.
         owns_query = self.hosts.rank == 0
-        unseen = [self.layout.kept_anchor_rows(self.hosts.rank)]
+        unseen = [self._kept_anchor]
         for block, rows in self._blocks.items():
             if block not in seen:
                 unseen.append(rows)
