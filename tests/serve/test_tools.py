@@ -20,7 +20,7 @@ from apbv.serve.control.answer_stream import AnswerStream
 from apbv.serve.control.job import Piece
 from apbv.serve.control.work_order import ReplyOptions, WorkOrder
 from apbv.serve.formats.thoughts import CLOSING_TAGS, opened_thought
-from apbv.serve.formats.tool_calls import HERMES, LLAMA, ToolCallParser, call_format
+from apbv.serve.formats.tool_calls import HERMES, LLAMA, CallParsing, ToolCallParser, call_format
 from apbv.serve.protocols.request_reader import Reader
 
 from apbv_tests import families
@@ -68,7 +68,7 @@ def written(form, name: str, arguments) -> str:
 
 
 def parsed(form, pieces: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(form, **options)
+    parser = ToolCallParser(CallParsing(form=form, **options))
     said = ""
     calls = []
     for place, piece in enumerate(pieces, start=1):
@@ -189,7 +189,7 @@ def test_only_functions_that_are_offered_are_called(form):
     assert parsed(form, asked[:1], names={"f"}) == (asked[0], [])
     assert parsed(form, [*asked[0]], names={"f"}) == (asked[0], [])
     assert parsed(form, asked[1:], names={"f"}) == ("", [("f", '{"age": 2}')])
-    parser = ToolCallParser(form, names={"f"})
+    parser = ToolCallParser(CallParsing(form=form, names={"f"}))
     said, calls = parser.add(asked[0])
     assert asked[0].startswith(said), "text that is not a call is not held back"
     assert said, "text that is not a call is not held back"
@@ -197,7 +197,7 @@ def test_only_functions_that_are_offered_are_called(form):
 
 
 def test_text_that_only_mentions_a_tag_is_not_held_back():
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(CallParsing(form=HERMES))
     pieces = ["a", " <tool", "_call", ">", " b", " <tool_call>", "{", '"x"}', " c"]
     assert [parser.add(piece)[0] for piece in pieces] == [
         "a",
@@ -212,7 +212,9 @@ def test_text_that_only_mentions_a_tag_is_not_held_back():
     ]
     assert parser.add("", is_last=True) == (' <tool_call>{"x"} c', [])
     for form, call in ((HERMES, F), (LLAMA, LF)):
-        assert len(ToolCallParser(form).add(call)[1]) == 1, "a call comes when it is complete"
+        assert len(ToolCallParser(CallParsing(form=form)).add(call)[1]) == 1, (
+            "a call comes when it is complete"
+        )
 
 
 def test_well_formed_calls_are_those_of_a_plain_pattern():

@@ -33,7 +33,7 @@ class ReadyRequest:
     def call_parser(self) -> ToolCallParser:
         """Return a parser for an answer that may call tools."""
         assert self.calls is not None, "the answer can call tools"
-        return self.calls.parser()
+        return ToolCallParser(self.calls)
 
     @property
     def paths(self) -> AbstractContextManager[list[Path]]:

@@ -134,12 +134,6 @@ class CallParsing:
     thought: str | None = None
     has_thoughts: bool = True
 
-    def parser(self) -> "ToolCallParser":
-        """Return a parser for one answer."""
-        return ToolCallParser(
-            self.form, self.max_calls, self.names, self.thought, self.has_thoughts
-        )
-
 
 class ToolCallParser:
     """Separates the calls in a growing answer from its text.
@@ -148,39 +142,26 @@ class ToolCallParser:
     that is in it. White space before a call, and after the last one, is dropped.
 
     Args:
-        form: the format of calls.
-        max_calls: the most calls of an answer; further ones are dropped. None: any number.
-        names: the functions that are offered; None: any.
-        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`);
-            None: it ended in none.
-        has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of
-            calls only.
+        parsing: how calls are found.
 
     Attributes:
         num_calls: the calls so far.
     """
 
-    def __init__(
-        self,
-        form: CallFormat,
-        max_calls: int | None = None,
-        names: Collection[str] | None = None,
-        thought: str | None = None,
-        has_thoughts: bool = True,
-    ):
+    def __init__(self, parsing: CallParsing):
         self.num_calls = 0
-        self._max_calls = max_calls
-        self._form = form
-        self._between = form.separator + " \t\r\n"
-        self._names = names
+        self._form = parsing.form
+        self._max_calls = parsing.max_calls
+        self._names = parsing.names
+        self._between = parsing.form.separator + " \t\r\n"
         self._pending = ""  # text that is or may become a call
         self._space = ""  # white space before it
         self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
-        self._closing_tags = CLOSING_TAGS if has_thoughts else {}
+        self._closing_tags = CLOSING_TAGS if parsing.has_thoughts else {}
         # The tag that ends the current thought; None: there is none.
         self._thought_end: str | None = None
-        if thought is not None:
-            self._thought_end = self._closing_tags.get(thought)
+        if parsing.thought is not None:
+            self._thought_end = self._closing_tags.get(parsing.thought)
         self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
