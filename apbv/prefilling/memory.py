@@ -23,7 +23,7 @@ from ..layout import ContextLayout, intersect
 from ..model.families import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes
-from .split_linear_attention import MOST_TOKENS
+from .split_linear_attention import MOST_TOKENS, runs_of_host
 
 _ADVICE = {
     "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
@@ -259,49 +259,31 @@ def _linear_attention(
     # The convolution's last inputs before this layer's last rows, and after them.
     always = num_rows * row + nothing + 2 * sizes.last_inputs * itemsize
 
-    # The runs for which the rule is computed: the anchor, or its copy, of which every host computes
-    # all; this host's own runs, and which of them begin without a state; and the query.
-    *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
-    own = list(zip(layout.virtual_hosts(host), blocks, strict=True))
-    first = 0  # of all hosts' own runs, by number
-    num_runs = len(layout.blocks)
-    copied = layout.anchor_len if layout.anchor_copy else 0
-    anchor = 0 if layout.anchor_copy else layout.anchor_len
-    if layout.num_hosts == 1:
-        own = []
-        anchor = query.start - copied
-    elif layout.splits_anchor:
-        # The anchor's parts are numbered from -H on; where they are a copy's, block 0 begins, too.
-        own.insert(0, (host - layout.num_hosts, layout.anchor_part(host)))
-        first = -layout.num_hosts
-        num_runs += layout.num_hosts
-    begins = {first}
-    if copied:
-        begins.add(0)
-    if layout.splits_anchor:
-        copied = anchor = 0
-    own_maps = len(own) * block_map
-    maps = num_runs * block_map if own else 0
+    # The maps of this host's own runs, and those of all hosts'.
+    runs = runs_of_host(layout, host)
+    own_maps = len(runs.own) * block_map
+    maps = sum(map(len, runs.chains)) * block_map
 
     # While maps are computed: the maps before, the state that this one begins with, and all values
     # with zeros.
     most = 0
-    if own:
+    if runs.own:
         width = sizes.value_dim + sizes.key_dim
         joined = num_rows * sizes.value_heads * width * itemsize + 4 * sizes.key_dim**2
-        for place, (_, run) in enumerate(own):
-            most = max(most, joined + (place + 1) * block_map + _rule(sizes, len(run), width))
+        for number, rows in enumerate(runs.own):
+            most = max(most, joined + (number + 1) * block_map + _rule(sizes, len(rows), width))
         # Then they are joined, to be sent to all, and there is room for all hosts'.
         most = max(most, joined + 2 * own_maps + maps)
 
     # The copy and the anchor are computed while maps are on their way.
-    for num_copied in (copied, anchor):
-        most = max(most, own_maps + maps + _rule(sizes, num_copied, sizes.value_dim))
-    # Then the runs begin with a state, unless they begin the prompt. One host has none of its own.
-    for number, run in [*own, (len(layout.blocks), query)]:
-        has_none = number in begins and not anchor
-        first_state = 0 if has_none else state
-        most = max(most, maps + first_state + _rule(sizes, len(run), sizes.value_dim))
+    for rows in (runs.copy, runs.anchor):
+        most = max(most, own_maps + maps + _rule(sizes, len(rows), sizes.value_dim))
+    # Then the host's own runs, and the query, begin with a state, unless nothing comes before them.
+    for number, rows in enumerate(runs.own):
+        first_state = 0 if runs.begins_without_state(host, number) else state
+        most = max(most, maps + first_state + _rule(sizes, len(rows), sizes.value_dim))
+    first_state = state if runs.own or len(runs.anchor) > 0 else 0
+    most = max(most, maps + first_state + _rule(sizes, len(runs.query), sizes.value_dim))
 
     # The norm: its input, and copies in fp32.
     norm = num_rows * values * (itemsize + 2 * 4) - nothing

@@ -45,35 +45,15 @@ class SplitLinearAttention:
     def __init__(
         self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool
     ):
-        self._layout = layout
         self._hosts = hosts
         self._states = states
         self._keeps_query = keeps_query
-        if layout.is_split:
-            *blocks, query = layout.block_rows(hosts.rank)
-        else:
-            blocks = []
-            query = range(layout.num_tokens)
-
-        # Where the parts of the prompt lie among this host's rows: runs that every host computes,
-        # and those of which each host computes its own.
-        self._query = query
-        self._copy = range(0)
-        self._anchor = range(len(layout.anchor_part(hosts.rank)))
-        self._own = list(blocks)
-        if hosts.size == 1:  # what comes before the query is one run
-            self._own = []
-            self._anchor = range(query.start)
-            if layout.anchor_copy:
-                self._copy = range(layout.anchor_len)
-                self._anchor = range(layout.anchor_len, query.start)
-        elif layout.splits_anchor:
-            self._own.insert(0, self._anchor)
-            self._anchor = range(0)
-        elif layout.anchor_copy:
-            self._copy = self._anchor
-            self._anchor = range(0)
-        self._chains = _chains(layout) if self._own else []
+        runs = runs_of_host(layout, hosts.rank)
+        self._copy = runs.copy
+        self._anchor = runs.anchor
+        self._own = runs.own
+        self._query = runs.query
+        self._chains = runs.chains
         self._last_inputs: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, mixed: Tensor, convolution: Convolution) -> Tensor:
@@ -186,7 +166,7 @@ class SplitLinearAttention:
         return self._hosts.all_gather(torch.stack(maps))
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
     """A run of tokens that one host computes.
 
     Attributes:
@@ -200,7 +180,50 @@ class _Link(NamedTuple):
     length: int
 
 
-def _chains(layout: ContextLayout) -> list[list[_Link]]:
+class HostRuns(NamedTuple):
+    """Where the parts of the prompt lie among a host's rows.
+
+    Attributes:
+        copy, anchor, query: runs that every host computes; they may be empty. The copy and the
+            anchor begin without a state.
+        own: the runs of which each host computes its own.
+        chains: all hosts' own runs, as they follow one another. A single chain follows the anchor;
+            of several each begins without a state.
+    """
+
+    copy: range
+    anchor: range
+    own: list[range]
+    query: range
+    chains: list[list[Link]]
+
+    def begins_without_state(self, host: int, number: int) -> bool:
+        """Return whether no token comes before one of a host's own runs."""
+        if len(self.anchor) > 0:
+            return False
+        return any((chain[0].host, chain[0].number) == (host, number) for chain in self.chains)
+
+
+def runs_of_host(layout: ContextLayout, host: int) -> HostRuns:
+    """Cut a host's rows into the runs for which the rule is computed one after the other."""
+    if not layout.is_split:
+        return HostRuns(range(0), range(0), [], range(layout.num_tokens), [])
+    *blocks, query = layout.block_rows(host)
+    anchor = range(len(layout.anchor_part(host)))
+    copy = range(0)
+    if layout.num_hosts == 1:  # what comes before the query is one run
+        if layout.anchor_copy:
+            copy = anchor
+        return HostRuns(copy, range(len(copy), query.start), [], query, [])
+    if layout.splits_anchor:
+        return HostRuns(copy, range(0), [anchor, *blocks], query, _chains(layout))
+    if layout.anchor_copy:
+        copy = anchor
+        anchor = range(0)
+    return HostRuns(copy, anchor, blocks, query, _chains(layout))
+
+
+def _chains(layout: ContextLayout) -> list[list[Link]]:
     """Return the runs of which each host computes its own, as they follow one another.
 
     The prompt's are the blocks, and before them the parts of the anchor where it is split. The
@@ -211,11 +234,11 @@ def _chains(layout: ContextLayout) -> list[list[_Link]]:
     if layout.splits_anchor:
         num_parts = 1
         for host in range(layout.num_hosts):
-            parts.append(_Link(host, 0, len(layout.anchor_part(host))))
+            parts.append(Link(host, 0, len(layout.anchor_part(host))))
     link_of_block = {}
     for host in range(layout.num_hosts):
         for number, block in enumerate(layout.virtual_hosts(host), start=num_parts):
-            link_of_block[block] = _Link(host, number, len(layout.blocks[block]))
+            link_of_block[block] = Link(host, number, len(layout.blocks[block]))
     blocks = [link_of_block[block] for block in range(len(layout.blocks))]
     if layout.anchor_copy and parts:
         return [parts, blocks]
