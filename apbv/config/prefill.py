@@ -154,11 +154,11 @@ class ReduceConfig(Checked, name="reduce "):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig(Checked):
-    """Switches for benchmarks and tests. All but ``on_single_host`` are parts of what makes APB-V
-    fast.
+    """Switches for benchmarks and tests.
 
-    Which methods have them: ``"apbv"`` all, ``"zigzag_ring"`` the overlap, and every method that
-    splits prompts ``frame_parallel`` and ``on_single_host``.
+    All but ``on_single_host`` are parts of what makes APB-V fast. Which methods have them:
+    ``"apbv"`` all, ``"apb"`` and ``"star"`` ``split_anchor``, ``"zigzag_ring"`` the overlap, and
+    every method that splits prompts ``frame_parallel`` and ``on_single_host``.
 
     Attributes:
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
@@ -219,9 +219,9 @@ class PrefillConfig(Checked):
             equal part of it, rounded up (this project's own). 1/8 is the paper's n/128 on 8 hosts.
         passing_weights: a schedule of l_p over the layers, which are cut into as many equal runs as
             there are weights: a run's l_p is to ``passing_len`` as its weight to the mean weight,
-            rounded (this project's own). With ``(2, 1, 0.5, 0.5)`` the first quarter
-            of the layers passes on twice as much, and all together as much as without. Only layers
-            with attention count. None: the same in all layers.
+            rounded (this project's own). With ``(2, 1, 0.5, 0.5)`` the first quarter of the layers
+            passes on twice as much, and all together as much as without. Only layers with attention
+            count. None: the same in all layers.
         query_len: for a text whose question is not given apart from it (``context=``): the number
             of tokens at its end that are the query block, which every host computes. In a chat the
             query block never reaches beyond the last message.

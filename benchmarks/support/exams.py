@@ -355,13 +355,10 @@ class Reference:
         logits = state.logits
         if len(answer) > 1:
             decoder = decoder_behind(parts, state)
+            tokens = answer[:-1]
             # One by one where every step chooses what it attends to.
-            step = 1 if decoder.prunes else len(answer) - 1
-            later_logits = []
-            for start in range(0, len(answer) - 1, step):
-                later_logits.append(
-                    decoder.advance(answer[start : min(start + step, len(answer) - 1)])
-                )
+            steps = [[token] for token in tokens] if decoder.prunes else [tokens]
+            later_logits = [decoder.advance(step) for step in steps]
             if hosts.is_leader:
                 logits = torch.cat([logits, *later_logits])
         if not hosts.is_leader:
