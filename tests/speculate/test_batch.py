@@ -291,6 +291,8 @@ class TableRunner:
 class TablePrompt(TableModel):
     """Begins an answer that a table gives; drafts with a model of its own for each seed."""
 
+    prunes = False
+
     def require_cache(self) -> DynamicCache:
         return self.cache
 
