@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +34,7 @@ from .grammar.grammars import Grammars
 from .hosts import HostGroup
 from .input.media.files import KnownVideos
 from .input.prompts.prompt_reader import PromptReader
+from .input.prompts.rendering import QuestionArguments
 from .input.prompts.tokenized_prompt import SampledVideo
 from .model.attention import apbv_attention
 from .model.families import hybrid_family
@@ -431,20 +432,13 @@ class Engine:
         self,
         prompt: str | None = None,
         *,
-        video: str | Path | Sequence[str | Path] | None = None,
-        images: Any | Sequence[Any] | None = None,
-        context: str | None = None,
-        messages: Sequence[dict] | None = None,
-        tools: Sequence[Any] | None = None,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        audio: str | Path | Sequence[str | Path] | None = None,
-        audio_in_video: bool | None = None,
         positions: str = "transformers",
+        **question: Unpack[QuestionArguments],
     ) -> PrefillResult:
-        """Prefill a question; the arguments up to ``audio_in_video`` are those of :meth:`generate`.
+        """Prefill a question.
 
         Args:
+            prompt, question: as the arguments of :meth:`generate` up to ``audio_in_video``.
             positions: ``"vllm"`` where vLLM is to continue (see
                 :meth:`apbv.ModelInputs.at_vllm_positions`).
 
@@ -455,19 +449,7 @@ class Engine:
             raise InvalidConfigError(
                 "a draft host does not prefill; call this on the target's hosts"
             )
-        make_question = partial(
-            Question,
-            prompt=prompt,
-            video=video,
-            images=images,
-            context=context,
-            messages=messages,
-            tools=tools,
-            num_frames=num_frames,
-            fps=fps,
-            audio=audio,
-            audio_in_video=audio_in_video,
-        )
+        make_question = partial(Question, prompt=prompt, **question)
         request = self._prepared(make_question, SamplingParams, positions=positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)

@@ -1,7 +1,8 @@
 """Command-line options of the engine, shared by the scripts.
 
 Options are validated before torch and transformers are imported, which takes seconds. Most
-correspond to a config field and take its type, range, choices and default.
+correspond to a config field and take its type, range, choices and default; their help is what the
+config's docstring says of the field.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -38,6 +39,7 @@ from apbv.config import (
     VideoConfig,
     XAttentionConfig,
 )
+from apbv.config.descriptions import describe
 from apbv.errors import ApbvError, InvalidConfigError
 from apbv.reporting import raised_as, report_error
 
@@ -49,7 +51,7 @@ _FORMAT = warnings.formatwarning
 
 
 class Setting(NamedTuple):
-    """Option for a config field, which says its type, range, choices, default and help.
+    """Option for a config field, which says its type, range, choices and default.
 
     Attributes:
         config: the class of the config.
@@ -60,6 +62,11 @@ class Setting(NamedTuple):
     config: type
     field: str
     name: str
+
+    @property
+    def option(self) -> str:
+        """The option as it is typed."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 # Options that are not named as their fields, and further arguments of argparse.
@@ -117,11 +124,12 @@ DRAFT = (
     *_of(TabedConfig, "ensemble"),
     *_of(TabedConfig, "window", prefix="ensemble"),
 )
+_ABSENT_BY_DEFAULT = (REDUCE[0], SPARSE[0])
 ANSWER_LENGTH = _of(SamplingParams, "max_new_tokens")
 SAMPLING = _of(
     SamplingParams, "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"
 )
-_SETTINGS = (
+SETTINGS = (
     *PREFILL,
     *DECODE,
     *VIDEO,
@@ -205,14 +213,10 @@ def add_settings(
         field = _field_of(setting)
         default = field.default
         checks = field.metadata
-        arguments: dict[str, Any] = {"default": default if with_defaults else None}
-
-        # The help names the default, unless it does so already, or there is none.
-        text = checks["help"]
-        says_default = "default" in text or isinstance(default, bool)
-        if not says_default and default not in (None, MISSING):
-            text = f"{text} (default {default})"
-        arguments["help"] = text
+        arguments: dict[str, Any] = {
+            "default": default if with_defaults else None,
+            "help": _help_of(setting),
+        }
 
         # Its type and range.
         if isinstance(default, bool):
@@ -224,7 +228,44 @@ def add_settings(
             arguments["type"] = reading(checks["kind"], checks["says"], checks["may_be"])
             arguments["metavar"] = {int: "N", float: "X"}.get(checks["kind"])
         arguments |= _MORE.get(setting.field, {})
-        group.add_argument(f"--{setting.name.replace('_', '-')}", **arguments)
+        group.add_argument(setting.option, **arguments)
+
+
+def _help_of(setting: Setting) -> str:
+    """Return the help of an option: its field's summary, and its default."""
+    default = _field_of(setting).default
+    if setting in _ABSENT_BY_DEFAULT:
+        default = "none"
+    options = {other.field: other.option for other in SETTINGS if other.config is setting.config}
+    text = help_from_docstring(setting.config, setting.field, default, options)
+    for method, config in SPARSE_CONFIGS.items():
+        if setting.config is config:
+            text = f"{method}: {text}"
+    return text
+
+
+def help_from_docstring(
+    config: type, field_name: str, default: Any, options: Mapping[str, str]
+) -> str:
+    """Return the description of a field in its config's docstring, as the help of an option.
+
+    Args:
+        default: the option's default; of None the docstring may say what it stands for, and a
+            switch shows none.
+        options: the options of fields that the docstring mentions.
+    """
+    description = describe(config, field_name)
+    text = description.summary
+    # The docstring may name the default itself.
+    if "default" not in text:
+        if description.default is not None:
+            text += f" (default: {description.default})"
+        elif default not in (None, MISSING) and not isinstance(default, bool):
+            text += f" (default {default})"
+    for code in description.codes:
+        if code in options:
+            text = re.sub(rf"\b{code}\b", options[code], text)
+    return text.replace("%", "%%")  # which argparse would format
 
 
 def _field_of(setting: Setting) -> Field:
@@ -357,7 +398,7 @@ def check(parser: OptionParser, options: argparse.Namespace) -> None:
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the config fields that options set."""
     values = {}
-    for setting in _SETTINGS:
+    for setting in SETTINGS:
         if setting.config is config:
             value = getattr(options, setting.name, None)
             if value is not None:
@@ -416,9 +457,9 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
 
 def _name_of_option(config: type, field_name: str) -> str:
     """Return the option of a config field."""
-    for setting in _SETTINGS:
+    for setting in SETTINGS:
         if setting.config is config and setting.field == field_name:
-            return f"--{setting.name.replace('_', '-')}"
+            return setting.option
     raise KeyError(field_name)
 
 

@@ -13,7 +13,7 @@ must be longer than --grace), and always exits with 1.
 import argparse
 import os
 import re
-from dataclasses import MISSING, fields
+from dataclasses import Field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from apbv.launch.options import (
     add_settings,
     check,
     exit_with,
+    help_from_docstring,
     load_engine,
     positive,
     prepare_process,
@@ -162,10 +163,10 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     requests.add_argument(
         "--served-model-name", metavar="NAME", help="model name in requests (default: --model)"
     )
-    for each in (*fields(ServerSettings), *fields(MediaLimits)):
-        if "help" in each.metadata:
-            assert each.default is not MISSING, "a limit has a default"
-            _add_limit(requests, each.name, each.default, each.metadata["help"])
+    for config in (ServerSettings, MediaLimits):
+        for each in fields(config):
+            if "is_limit" in each.metadata:
+                _add_limit(requests, config, each)
     requests.add_argument(
         "--media-dir", type=Path, metavar="DIR", help="files for requests, on every host"
     )
@@ -194,26 +195,32 @@ def add_reuse_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_limit(
-    group: argparse._ActionsContainer, name: str, default: float | None, about: str
-) -> None:
-    """Add an option for a positive number; byte limits are given in MiB."""
-    is_bytes = name.endswith("_bytes")
-    if name.endswith("_seconds"):
+def limit_option(limit: Field) -> str:
+    """Return the option of a limit; those in bytes are given in MiB."""
+    return "--" + limit.name.replace("_bytes", "_mib").replace("_", "-")
+
+
+def _add_limit(group: argparse._ActionsContainer, config: type, limit: Field) -> None:
+    """Add an option for a positive number."""
+    is_bytes = limit.name.endswith("_bytes")
+    if limit.name.endswith("_seconds"):
         read = positive(float, _MOST_SECONDS)
     else:
         read = positive(float if is_bytes else int, _MOST)
-    shown = default if default is None or not is_bytes else default // _MIB
-    names = ["--" + name.replace("_bytes", "_mib").replace("_", "-")]
-    if name == "max_running":  # vLLM's name
+    shown = limit.default
+    if is_bytes and isinstance(shown, int):
+        shown //= _MIB
+    options = {each.name: limit_option(each) for each in fields(config)}
+    names = [limit_option(limit)]
+    if limit.name == "max_running":  # vLLM's name
         names.append("--max-num-seqs")
     group.add_argument(
         *names,
-        dest=name,
+        dest=limit.name,
         type=(lambda text: int(read(text) * _MIB)) if is_bytes else read,
-        default=default,
-        metavar="N",
-        help=about if default is None else f"{about} (default {shown})",
+        default=limit.default,
+        metavar="MIB" if is_bytes else "N",
+        help=help_from_docstring(config, limit.name, shown, options),
     )
 
 

@@ -2,13 +2,15 @@
 given."""
 
 import dataclasses
+import inspect
 import pickle
 
 import pytest
 import torch
 
-from apbv import PrefillConfig, SparseConfig, SpeculativeConfig, config
+from apbv import Engine, PrefillConfig, SparseConfig, SpeculativeConfig, config
 from apbv.config import AblationConfig
+from apbv.input.prompts.rendering import Question, QuestionArguments
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.speculate import STRATEGIES
@@ -183,3 +185,11 @@ def test_a_stride_divides_a_block():
         SparseConfig(stride=24)
     with pytest.raises(ValueError, match=r"^sparse stride must be an integer in 1 .. 256, not 0$"):
         SparseConfig(stride=0)
+
+
+def test_a_question_has_the_same_arguments_in_every_call():
+    """generate() names them; prefill() and generate_all() take them by these names."""
+    of_generate = [*inspect.signature(Engine.generate).parameters]
+    named = of_generate[of_generate.index("video") : of_generate.index("max_new_tokens")]
+    assert named == [*QuestionArguments.__annotations__]
+    assert set(named) < {field.name for field in dataclasses.fields(Question)}

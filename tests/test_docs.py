@@ -10,7 +10,7 @@ import runpy
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,28 @@ from apbv.config import (
     REDUCER_FACTS,
     SPARSE_CONFIGS,
     STRATEGY_FACTS,
+    AblationConfig,
+    DecodeConfig,
+    FlexPrefillConfig,
+    HippoConfig,
+    LayerSkipConfig,
+    PrefillConfig,
+    ReduceConfig,
+    ReuseConfig,
+    SamplingParams,
+    SpargeAttnConfig,
+    SparseConfig,
+    SpeculativeAblationConfig,
+    SpeculativeConfig,
+    TabedConfig,
+    UVPruneConfig,
+    VideoConfig,
+    XAttentionConfig,
 )
+from apbv.config.descriptions import describe
 from apbv.config.refusals import CONFLICTS
-from apbv.launch.options import SPARSE, Setting
+from apbv.launch.options import SETTINGS, SPARSE
+from apbv.launch.serve import limit_option
 from apbv.serve.settings import MediaLimits, ServerSettings
 from tests.test_structure import LAYERS
 
@@ -48,6 +67,25 @@ from apbv_tests.documents import (
 )
 from apbv_tests.scripts import ROOT, run_hosts, run_script
 
+CONFIGS = (
+    PrefillConfig,
+    VideoConfig,
+    ReduceConfig,
+    SparseConfig,
+    XAttentionConfig,
+    SpargeAttnConfig,
+    FlexPrefillConfig,
+    AblationConfig,
+    DecodeConfig,
+    SamplingParams,
+    ReuseConfig,
+    SpeculativeConfig,
+    HippoConfig,
+    UVPruneConfig,
+    LayerSkipConfig,
+    TabedConfig,
+    SpeculativeAblationConfig,
+)
 MARKS = {
     "bash": ("quickstart", "run", "ask", "parse", "install", "serve", "vllm", "router", "deploy"),
     "python": ("run", "client", "compile"),
@@ -440,9 +478,8 @@ def test_the_page_about_prefill_has_the_options_of_sparse_attention():
     for setting in SPARSE:
         if setting.field == "method":
             continue
-        row = [option_name(setting), help_of(setting).partition(" (")[0]]
-        for name, config in SPARSE_CONFIGS.items():
-            row[1] = row[1].removeprefix(f"{name}: ")
+        row = [f"`{setting.option}`", describe(setting.config, setting.field).summary]
+        for config in SPARSE_CONFIGS.values():
             made = config()
             value = (
                 made.share if setting.field == "threshold" else getattr(made, setting.field, "–")
@@ -453,28 +490,41 @@ def test_the_page_about_prefill_has_the_options_of_sparse_attention():
     require_table(PREFILL, text_table(header, rows))
 
 
-def option_name(setting: Setting) -> str:
-    return f"`--{setting.name.replace('_', '-')}`"
-
-
-def help_of(setting: Setting) -> str:
-    field = next(field for field in fields(setting.config) if field.name == setting.field)
-    return field.metadata["help"]
-
-
 def test_the_page_about_serving_has_the_limits_with_their_defaults():
     rows = []
-    for field in (*fields(ServerSettings), *fields(MediaLimits)):
-        if "help" not in field.metadata:
-            continue
-        name = "--" + field.name.replace("_bytes", "_mib").replace("_", "-")
-        meaning, _, in_words = field.metadata["help"].partition(" (default: ")
-        default = in_words.removesuffix(")")
-        if field.default is not None:
-            unit = 2**20 if field.name.endswith("_bytes") else 1
-            default = str(int(field.default / unit))
-        rows.append([f"`{name}` ({default})", meaning])
-    require_table(SERVING, text_table(["option (default)", "limit"], rows))
+    for config in (ServerSettings, MediaLimits):
+        for field in fields(config):
+            if "is_limit" not in field.metadata:
+                continue
+            description = describe(config, field.name)
+            default = description.default
+            if field.default is not None:
+                unit = 2**20 if field.name.endswith("_bytes") else 1
+                default = str(int(field.default / unit))
+            rows.append([f"`{limit_option(field)}`", default, description.summary])
+    require_table(SERVING, text_table(["option", "default", "limit"], rows))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_the_page_about_settings_has_every_field(config):
+    """With its option on the command line, its default, and all that its docstring says."""
+    options = {each.field: f"`{each.option}`" for each in SETTINGS if each.config is config}
+    rows = []
+    for field in fields(config):
+        if any(hasattr(above, field.name) for above in config.__bases__):
+            continue  # it stands in the table of the class above
+        default = "" if field.default is MISSING else shown_default(field.default)
+        text = describe(config, field.name).text.replace("``", "`").replace("*", r"\*")
+        rows.append([f"`{field.name}`", options.get(field.name, ""), default, text])
+    page = ROOT / "docs" / "settings.md"
+    require_table(page, text_table([f"`{config.__name__}`", "option", "default", "meaning"], rows))
+
+
+def shown_default(default: Any) -> str:
+    """Return a default as Python writes it; of a config in a config its class is enough."""
+    if is_dataclass(default):
+        return f"`{type(default).__name__}()`"
+    return f"`{default!r}`"
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():

@@ -16,26 +16,20 @@ class DecodeConfig(Checked):
     """Settings for running models on new tokens, in decoding, verification and drafting.
 
     Attributes:
-        cuda_graphs: ``"auto"``: on a GPU, the second decode step with a given token count is
-            captured as a CUDA graph, which launches all kernels at once; if that fails, a warning
-            gives the reason. Not supported with ``kv="sharded"``, tensor parallelism, or attention
-            backends other than Triton; ensembles and drafts in a thread run eagerly, too.
-            ``"off"``: kernels are launched one by one.
-        generation_config: ``"auto"``: the checkpoint's generation config gives the sampling
-            parameters that a request leaves open. ``"neutral"``: these have no effect.
+        cuda_graphs: whether decode steps are captured as CUDA graphs; ``"auto"``: on GPUs. There
+            the second step with a given token count is captured, and all its kernels are launched
+            at once; if that fails, a warning gives the reason. Not supported with ``kv="sharded"``,
+            tensor parallelism, or attention backends other than Triton; ensembles and drafts in a
+            thread run eagerly, too. ``"off"``: kernels are launched one by one.
+        generation_config: what sampling parameters are that a request leaves open: the
+            checkpoint's (``"auto"``), or without effect (``"neutral"``).
 
     Raises:
         InvalidRequestError: a mode is unknown.
     """
 
-    cuda_graphs: str = one_of(
-        CUDA_GRAPH_MODES, "auto", help="capture decode steps as CUDA graphs; auto: on GPUs"
-    )
-    generation_config: str = one_of(
-        GENERATION_CONFIGS,
-        "auto",
-        help="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
-    )
+    cuda_graphs: str = one_of(CUDA_GRAPH_MODES, "auto")
+    generation_config: str = one_of(GENERATION_CONFIGS, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +43,30 @@ class SamplingParams(Checked, error=InvalidRequestError):
     from the checkpoint, too.
 
     Attributes:
-        max_new_tokens: maximum tokens to generate; at least 1. If it is None, an answer may end
-            earlier for want of positions, which are otherwise required.
-        temperature: below 1e-5 it counts as 0, greedy; otherwise logits are divided by it.
+        max_new_tokens: maximum tokens to generate, at least 1. None: the model's, or 128. An answer
+            may then end earlier for want of positions, which are otherwise required.
+        temperature: sampling temperature, by which logits are divided; 0, or less than 1e-5, is
+            greedy. None: 0, and in the server the model's.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus
-            sampling).
+            sampling). None: the model's.
         top_k: keep the k most probable tokens, and those that tie with the last of them; 0: all.
-        min_p: keep tokens at least this times as probable as the most probable one.
-        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it
-            where they are positive, and else multiplied (Keskar et al., 2019).
+            None: the model's.
+        min_p: keep tokens at least this times as probable as the most probable one. None: the
+            model's.
+        repetition_penalty: penalty on tokens that the prompt or the answer has; 1: none. Their
+            logits are divided by it where they are positive, and else multiplied (Keskar et al.,
+            2019). None: the model's.
         presence_penalty: subtracted from the logit of every token that the answer has (OpenAI's).
-        frequency_penalty: the same, times how often the answer has it.
+        frequency_penalty: subtracted from the logit of every token that the answer has, times how
+            often it has it (OpenAI's).
         logit_bias: pairs of a token and the number added to its logit.
         logprobs: number of most probable tokens to return with every token of the answer, with the
             model's log probabilities before any of these settings; None: none, not even the token's
             own.
         json_schema: JSON schema that the answer must follow (needs the extra ``json``).
-        grammar: a grammar that it must follow instead, in llguidance's variant of Lark (the same
-            extra).
-        seed: the same seed, prompt and model give the same tokens.
+        grammar: a grammar that it must follow instead, in llguidance's variant of Lark (needs the
+            extra ``json``).
+        seed: random seed. The same seed, prompt and model give the same tokens.
         ignore_eos: treat end tokens like other tokens; they do not end the answer.
         min_tokens: minimum tokens before an end token may be chosen; at most ``max_new_tokens``.
 
@@ -75,35 +74,13 @@ class SamplingParams(Checked, error=InvalidRequestError):
         InvalidRequestError: a number is out of range.
     """
 
-    max_new_tokens: int | None = integer(
-        1, 2**20, None, help="tokens to generate at most (default: the model's, or 128)"
-    )
-    temperature: float | None = number(
-        "be 0 (greedy) or more",
-        lambda t: 0 <= t < inf,
-        None,
-        help="sampling temperature; 0: greedy (the default; apbv serve: the model's)",
-    )
-    top_p: float | None = number(
-        "lie in (0, 1]",
-        lambda share: 0 < share <= 1,
-        None,
-        help="sample from the fewest tokens with this probability mass (default: the model's)",
-    )
-    top_k: int | None = integer(
-        0, 2**20, None, help="sample from the N most probable tokens; 0: all (default: the model's)"
-    )
-    min_p: float | None = number(
-        "lie in 0 .. 1",
-        lambda share: 0 <= share <= 1,
-        None,
-        help="drop tokens below X times the highest probability (default: the model's)",
-    )
+    max_new_tokens: int | None = integer(1, 2**20, None)
+    temperature: float | None = number("be 0 (greedy) or more", lambda t: 0 <= t < inf, None)
+    top_p: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
+    top_k: int | None = integer(0, 2**20, None)
+    min_p: float | None = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, None)
     repetition_penalty: float | None = number(
-        "lie in (0, 10]",
-        lambda factor: 0 < factor <= 10,
-        None,
-        help="penalize tokens of the prompt and the answer; 1: off (default: the model's)",
+        "lie in (0, 10]", lambda factor: 0 < factor <= 10, None
     )
     presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
@@ -113,7 +90,7 @@ class SamplingParams(Checked, error=InvalidRequestError):
     logprobs: int | None = integer(0, 20, None)
     json_schema: str | None = instance_of(str, says="be a text")
     grammar: str | None = instance_of(str, says="be a text")
-    seed: int = integer(0, 2**64 - 1, 0, help="random seed for sampling")
+    seed: int = integer(0, 2**64 - 1, 0)
     ignore_eos: bool = instance_of(bool, says="be True or False", default=False)
     min_tokens: int = integer(0, 2**20, 0)
 
@@ -190,10 +167,10 @@ class ReuseConfig(Checked, name="reuse "):
     It is for further questions about the same video or long text.
 
     Attributes:
-        mode: ``"exact"`` caches the vision tower's embeddings of a video, which changes no answer.
-            ``"kv"`` caches the KV of everything before the question, so that only the question is
-            run; answers are exact with an exact method, otherwise they use the KV that the first
-            question selected.
+        mode: what is cached. ``"exact"`` caches the vision tower's embeddings of a video, which
+            changes no answer. ``"kv"`` caches the KV of everything before the question, so that
+            only the question is run; answers are exact with an exact method, otherwise they use the
+            KV that the first question selected.
         max_bytes: cache limit per host; eviction is LRU.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Config fields with their constraints, from which the command line builds its options."""
+"""Config fields with their constraints, from which the command line builds its options.
+
+What a field means stands in the docstring of its config (:mod:`apbv.config.descriptions`).
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -61,7 +64,6 @@ def setting(
     may_be: Callable[[Any], bool],
     kind: type = str,
     choices: Collection[str | int] | None = None,
-    help: str | None = None,
 ):
     """Make a field.
 
@@ -70,36 +72,24 @@ def setting(
         may_be: whether a value meets it.
         kind: type of the command-line option.
         choices: the allowed names.
-        help: what the command line says of it; None: it is not an option there.
     """
-    about = {
-        "says": says,
-        "may_be": may_be,
-        "kind": kind,
-        "choices": choices,
-        "help": help,
-    }
-    return field(default=default, metadata=about)
+    checks = {"says": says, "may_be": may_be, "kind": kind, "choices": choices}
+    return field(default=default, metadata=checks)
 
 
-def described(default: Any, help: str):
-    """Make a field whose value is not checked here."""
-    return field(default=default, metadata={"help": help})
-
-
-def switch(default: bool, help: str | None = None):
+def switch(default: bool):
     """Make a field that is on or off."""
-    return setting(default, "be true or false", Allowed((bool,)), bool, help=help)
+    return setting(default, "be true or false", Allowed((bool,)), bool)
 
 
-def one_of(known: Collection[str | int], default: Any = MISSING, help: str | None = None):
+def one_of(known: Collection[str | int], default: Any = MISSING):
     """Make a field that takes one of these values, also of those that are added to them later."""
     kind = type(next(iter(known)))
     may_be = Allowed((kind,), lambda value: value in known)
-    return setting(default, None, may_be, kind, known, help=help)
+    return setting(default, None, may_be, kind, known)
 
 
-def integer(low: int, high: int, default: int | None, **about):
+def integer(low: int, high: int, default: int | None):
     """Make a field with an integer from low to high."""
     if high > 2**20:
         power = (high + 1).bit_length() - 1
@@ -109,12 +99,12 @@ def integer(low: int, high: int, default: int | None, **about):
     else:
         limit = str(high)
     says = f"be an integer in {low} .. {limit}"
-    return setting(default, says, Allowed((int,), lambda value: low <= value <= high), int, **about)
+    return setting(default, says, Allowed((int,), lambda value: low <= value <= high), int)
 
 
-def number(says: str, may_be: Callable[[float], bool], default: float | None, **about):
+def number(says: str, may_be: Callable[[float], bool], default: float | None):
     """Make a field with a number."""
-    return setting(default, says, Allowed((int, float), may_be), float, **about)
+    return setting(default, says, Allowed((int, float), may_be), float)
 
 
 def instance_of(*kinds: type, says: str | None = None, default: Any = None):

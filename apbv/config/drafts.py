@@ -31,19 +31,15 @@ class HippoConfig(Checked, name="hippo "):
     """Settings of the policy ``"hippo"``, HIPPO's choice of the visual tokens that a draft sees.
 
     Attributes:
-        terms: the terms of its scores (Eq. 7): attention, change over time, variety in space. The
-            paper's ablations leave one out.
+        terms: terms of HIPPO's scores (by default all): attention, change over time, variety in
+            space. They are those of Eq. 7; the paper's ablations leave one out.
 
     Raises:
         InvalidConfigError: there is no term, or an unknown one.
     """
 
     terms: tuple[str, ...] = setting(
-        HIPPO_TERMS,
-        f"be some of {', '.join(HIPPO_TERMS)}",
-        _are_terms,
-        choices=HIPPO_TERMS,
-        help="terms of HIPPO's score (default: all)",
+        HIPPO_TERMS, f"be some of {', '.join(HIPPO_TERMS)}", _are_terms, choices=HIPPO_TERMS
     )
 
 
@@ -67,19 +63,14 @@ class LayerSkipConfig(Checked, name="layerskip "):
     """Settings of the strategy ``"layerskip"``.
 
     Attributes:
-        layer_ratio: the share of the target's layers that it drafts with, the first ones; half of
-            them by default, as nobody trained them to be left early.
+        layer_ratio: share of the target's layers with which ``"layerskip"`` drafts, the first ones.
+            Half of them by default, as nobody trained them to be left early.
 
     Raises:
         InvalidConfigError: the share is out of range.
     """
 
-    layer_ratio: float = number(
-        "lie in (0, 1]",
-        lambda share: 0 < share <= 1,
-        0.5,
-        help="share of the target's layers that layerskip drafts with (default 0.5)",
-    )
+    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +78,13 @@ class TabedConfig(Checked, name="tabed "):
     """Settings of the strategy ``"tabed"``.
 
     Attributes:
-        ensemble: the contexts that it drafts from: the prompt with the visual tokens that ``keep``
-            preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``:
-            weighted by their divergence from the target in the answer so far, instead of equally.
-            The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C needs a captioner.
-        window: h, of how many verified tokens, the latest, the adapted weights are learnt (Appendix
-            B.1; 1, 4 and 16 in its Table 3). None: all of the answer, as in the paper's other
+        ensemble: contexts from which ``"tabed"`` drafts: MT, MT*, MTCP, MTCP*, or others of these
+            letters. M is the prompt with the visual tokens that ``keep`` preserves, T with line
+            breaks instead, C with a caption, which needs a captioner, and P with pooled ones. With
+            an asterisk they are weighted by their divergence from the target in the answer so far,
+            instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter alone.
+        window: h, the number of verified tokens, the latest, from which adapted weights are learnt.
+            1, 4 and 16 in Table 3 (Appendix B.1). None: all of the answer, as in the paper's other
             tables.
 
     Raises:
@@ -104,14 +96,8 @@ class TabedConfig(Checked, name="tabed "):
         "MT*",
         f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
         _is_ensemble,
-        help="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
     )
-    window: int | None = integer(
-        1,
-        2**31 - 1,
-        None,
-        help="latest tokens from which tabed's weights are learnt (default: all)",
-    )
+    window: int | None = integer(1, 2**31 - 1, None)
 
     def __post_init__(self):
         super().__post_init__()

@@ -37,23 +37,17 @@ class VideoConfig(Checked):
     """Video decoding settings of a host.
 
     Attributes:
-        threads: decoding threads. None: this process's fair share of the machine's cores.
-        chunk_bytes: approximate memory for frames, pixels and activations of one chunk; a few
-            chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
+        threads: CPU threads. None: OMP_NUM_THREADS, or a fair share of the machine's cores.
+        chunk_bytes: approximate memory for frames, pixels and activations of one chunk of a video.
+            A few chunks are in memory at a time. None: a sixteenth of the free memory, at most 256
+            MiB.
 
     Raises:
         InvalidConfigError: a number is not positive.
     """
 
-    threads: int | None = integer(
-        1, 2**12, None, help="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)"
-    )
-    chunk_bytes: int | None = integer(
-        1,
-        2**63 - 1,
-        None,
-        help="memory per video chunk (default: 1/16 of free memory, at most 256)",
-    )
+    threads: int | None = integer(1, 2**12, None)
+    chunk_bytes: int | None = integer(1, 2**63 - 1, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,53 +57,35 @@ class ReduceConfig(Checked, name="reduce "):
     The tokens that it does not read are dropped; the kept ones stay at their rotary positions.
 
     Attributes:
-        method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone;
-            or ``"fastv"``, ``"pdrop"`` or ``"sparsevlm"``, which select between the language
-            model's layers by its attention, on one host. See :mod:`apbv.prefilling.reduction`.
-        ratio: keep ratio of a video's visual tokens, rounded, and at least one token; between
-            layers, of all visual tokens in the last layers. 1: all, and the prompt is prefilled as
-            without pruning.
-        layer: the number of layers that see all visual tokens, for methods that prune between
-            layers, and for ``decode_ratio``. None: as in the method's paper, for the model's depth.
-        asked_by: whose attention ranks in ``"fastv"`` and ``"pdrop"``: ``"last"``, the prompt's
-            last token, as in the authors' programs, which is what None means; or ``"question"``,
-            the question's tokens.
+        method: method of visual-token pruning. ``"slowfast"``, ``"fastvid"`` and ``"dycoke"``
+            select from the frames alone; ``"fastv"``, ``"pdrop"`` and ``"sparsevlm"`` select
+            between the language model's layers by its attention, on one host. See
+            :mod:`apbv.prefilling.reduction`.
+        ratio: share of a video's visual tokens to keep. It is rounded, and at least one token;
+            between layers it is the share of all visual tokens in the last layers. 1: all, and the
+            prompt is prefilled as without pruning.
+        layer: layers that see all visual tokens, in ``"fastv"``, ``"pdrop"`` and ``"sparsevlm"``,
+            and with ``decode_ratio``. None: as in the method's paper, for the model's depth.
+        asked_by: whose attention ranks in ``"fastv"`` and ``"pdrop"``. ``"last"``: that of the
+            prompt's last token, as in the authors' programs. ``"question"``: that of the question's
+            tokens. None: ``"last"``.
         decode_ratio: share of the visual tokens to which each decoding step attends in its deeper
-            layers: DyCoke's second stage (:mod:`apbv.runner.dynamic_pruning`), without which
-            ``"dycoke"`` is its first stage alone. The share is of the tokens that the language
-            model has read; 0.3 in the paper. None, or 1: all. What is left out stays in memory, and
-            a saved prefill has all of it. On the host that has the KV, one answer at a time.
+            layers, in ``"dycoke"``. It is DyCoke's second stage
+            (:mod:`apbv.runner.dynamic_pruning`), without which the method is its first stage alone.
+            The share is of the tokens that the language model has read; 0.3 in the paper. What is
+            left out stays in memory, and a saved prefill has all of it. On the host that has the
+            KV, one answer at a time. None: all.
 
     Raises:
         InvalidConfigError: the method is unknown, a number is out of range, or a setting is not
             the method's.
     """
 
-    method: str = one_of(REDUCER_FACTS, help="visual-token pruning method (default: none)")
-    ratio: float = number(
-        "lie in 0 < ratio <= 1",
-        lambda share: 0 < share <= 1,
-        0.5,
-        help="share of a video's visual tokens to keep",
-    )
-    layer: int | None = integer(
-        1,
-        _MOST_TOKENS,
-        None,
-        help="layers before tokens are pruned: fastv, pdrop, sparsevlm, and with a decode ratio "
-        "(default: the paper's)",
-    )
-    asked_by: str | None = one_of(
-        ("last", "question"),
-        None,
-        help="fastv, pdrop: whose attention ranks (default: the last token's)",
-    )
-    decode_ratio: float | None = number(
-        "lie in 0 < ratio <= 1",
-        lambda share: 0 < share <= 1,
-        None,
-        help="dycoke: share of the visual tokens that a decoding step attends to (default: all)",
-    )
+    method: str = one_of(REDUCER_FACTS)
+    ratio: float = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, 0.5)
+    layer: int | None = integer(1, _MOST_TOKENS, None)
+    asked_by: str | None = one_of(("last", "question"), None)
+    decode_ratio: float | None = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, None)
 
     def __post_init__(self):
         super().__post_init__()
@@ -197,42 +173,42 @@ class PrefillConfig(Checked):
     """Prefill settings.
 
     Attributes:
-        method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes
-            everything), ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``,
-            ``"star"``, and on host 0 alone ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``,
-            which are ``"full"`` with sparse attention. Of the settings below, lengths and
-            importance are for ``"apbv"`` and ``"apb"``.
-        anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a
-            quarter of n. 0: no anchor (Table 9).
-        anchor_query: put the question in front of the context in the anchor, as APB has it: the
+        method: prefill method. A name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"``
+            (host 0 computes everything), ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``,
+            ``"apb"``, ``"star"``, and on host 0 alone ``"xattention"``, ``"spargeattn"``,
+            ``"flexprefill"``, which are ``"full"`` with sparse attention. Of the settings below,
+            lengths and importance are for ``"apbv"`` and ``"apb"``.
+        anchor_len: tokens of the anchor block, l_a. None: max(128, n/64), at most a quarter of the
+            prompt's n tokens. 0: no anchor (Table 9).
+        anchor_query: put the question in front of the context in the anchor, as APB has it. The
             anchor is then a copy of the prompt's start with the question in it, at the positions
             that such a prompt would have. All blocks but the first see it, and nothing of it is
             kept. For ``"apbv"`` and ``"apb"``.
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
-            ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no
+            max(256, n/128), of a prompt of n tokens; n/64 without zigzag and for ``"apb"``. 0: no
             passing blocks (Tables 3, 8).
-        early_passing_len: l_p in the first quarter of the layers; ignored if it is less than
+        early_passing_len: l_p in the first quarter of the layers, where that is more than
             ``passing_len``. Answers are then closer to full attention's at a part of the cost of as
             many pairs in all layers (this project's own). None: ``passing_len`` in all layers.
-        passing_budget: what all context blocks together pass on, as a share of the prompt, instead
-            of ``passing_len``, so that it does not grow with the hosts: each block passes on an
-            equal part of it, rounded up (this project's own). 1/8 is the paper's n/128 on 8 hosts.
-        passing_weights: a schedule of l_p over the layers, which are cut into as many equal runs as
-            there are weights: a run's l_p is to ``passing_len`` as its weight to the mean weight,
-            rounded (this project's own). With ``(2, 1, 0.5, 0.5)`` the first quarter of the layers
-            passes on twice as much, and all together as much as without. Only layers with attention
-            count. None: the same in all layers.
-        query_len: for a text whose question is not given apart from it (``context=``): the number
-            of tokens at its end that are the query block, which every host computes. In a chat the
-            query block never reaches beyond the last message.
-        importance: how the l_p pairs are ranked; see
+        passing_budget: KV pairs that all context blocks pass on together, as a share of the prompt,
+            instead of ``passing_len``. They do not grow with the hosts: each block passes on an
+            equal part of them, rounded up (this project's own). 1/8 is the paper's n/128 on 8
+            hosts.
+        passing_weights: weights of equal runs of the layers, by which their l_p differ. The layers
+            are cut into as many runs as there are weights: a run's l_p is to ``passing_len`` as its
+            weight to the mean weight, rounded (this project's own). With ``(2, 1, 0.5, 0.5)`` the
+            first quarter of the layers passes on twice as much, and all together as much as
+            without. Only layers with attention count. None: the same in all layers.
+        query_len: tokens at the end of a text that are its question, where that is not given apart
+            from the text. All hosts compute them, as the query block. In a chat it never reaches
+            beyond the last message.
+        importance: how the pairs to pass on are ranked. See
             :func:`apbv.prefilling.methods.importance.importance_of`. ``"peak"`` is this project's
             own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
-        kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as
-            it was computed.
-        backend: the kernels that compute attention, here and in decoding; a name in
-            :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable
-            ``APBV_BACKEND``, or else the fastest one for the device and the shape.
+        kv: where the KV is after the prefill: gathered on host 0, or sharded as it was computed.
+        backend: kernels that compute attention, here and in decoding; ``"auto"``: the fastest for
+            the device and the shape. A name in :data:`apbv.kernels.backends.BACKENDS`. The
+            environment variable ``APBV_BACKEND`` goes before ``"auto"``.
         video: how each host reads its frames.
         sparse: block-sparse attention: over the whole prompt with ``"full"``, and within every
             context block with ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys,
@@ -245,54 +221,21 @@ class PrefillConfig(Checked):
             sparse attention.
     """
 
-    method: str = one_of(METHOD_NAMES, "apbv", help="prefill method")
-    anchor_len: int | None = integer(
-        0, _MOST_TOKENS, None, help="anchor tokens (default: max(128, n/64), at most n/4)"
-    )
-    anchor_query: bool = switch(
-        False, help="prepend the question to the anchor, as in APB (apb, apbv)"
-    )
-    passing_len: int | None = integer(
-        0,
-        _MOST_TOKENS,
-        None,
-        help="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
-    )
-    early_passing_len: int | None = integer(
-        0,
-        _MOST_TOKENS,
-        None,
-        help="KV pairs passed on per block in the first quarter of the layers, if more",
-    )
+    method: str = one_of(METHOD_NAMES, "apbv")
+    anchor_len: int | None = integer(0, _MOST_TOKENS, None)
+    anchor_query: bool = switch(False)
+    passing_len: int | None = integer(0, _MOST_TOKENS, None)
+    early_passing_len: int | None = integer(0, _MOST_TOKENS, None)
     passing_budget: float | None = number(
-        "lie in 0 < budget <= 1",
-        lambda share: 0 < share <= 1,
-        None,
-        help="KV pairs passed on by all blocks together, as a share of the prompt, instead of "
-        "--passing-len",
+        "lie in 0 < budget <= 1", lambda share: 0 < share <= 1, None
     )
     passing_weights: tuple[float, ...] | None = setting(
-        None,
-        "be a tuple of at most 256 numbers in 0 .. 2^20, not all 0",
-        _are_weights,
-        float,
-        help="weights of equal runs of the layers, by which their passing lengths differ",
+        None, "be a tuple of at most 256 numbers in 0 .. 2^20, not all 0", _are_weights, float
     )
-    query_len: int = integer(
-        1,
-        _MOST_TOKENS,
-        DEFAULT_QUERY_LEN,
-        help="without --context: trailing tokens that form the question",
-    )
-    importance: str = one_of(
-        IMPORTANCE_NAMES,
-        "peak",
-        help="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
-    )
-    kv: str = one_of(
-        KV_PLACEMENTS, "gathered", help="gather the KV cache on host 0, or keep it sharded"
-    )
-    backend: str = one_of(BACKEND_NAMES, "auto", help="attention backend; auto: by device")
+    query_len: int = integer(1, _MOST_TOKENS, DEFAULT_QUERY_LEN)
+    importance: str = one_of(IMPORTANCE_NAMES, "peak")
+    kv: str = one_of(KV_PLACEMENTS, "gathered")
+    backend: str = one_of(BACKEND_NAMES, "auto")
     video: VideoConfig = instance_of(VideoConfig, default=VideoConfig())
     sparse: SparseConfig | None = instance_of(SparseConfig)
     reduce: ReduceConfig | None = instance_of(ReduceConfig)

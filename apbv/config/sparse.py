@@ -18,14 +18,15 @@ class SparseConfig(Checked, name="sparse "):
     ``SparseConfig(method=…)`` makes the one of that name, for callers that have the name as data.
 
     Attributes:
-        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
+        method: block-sparse attention; with ``"apbv"``, ``"apb"`` and ``"star"`` within context
+            blocks. ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
             ``"flexprefill"`` (Lai et al., 2025), as in their authors' code; differences are listed
             in :mod:`apbv.prefilling.methods.block_selection` and
             :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: share of a query block's estimated attention mass that the selected blocks hold,
-            τ. None: the method's ``default_threshold``. 1: all blocks are computed: attention is
-            dense.
-        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys,
+        threshold: share of a query block's estimated attention mass that the selected blocks hold.
+            τ in the papers. None: the method's ``default_threshold``, which is 0.9, 0.96 or 0.95.
+            With 1 all blocks are computed: attention is dense.
+        block_size: queries per block. 32, 64, 128 (all papers') or 256. A block has as many keys,
             or half as many for ``"spargeattn"``.
         default_threshold: the threshold of the method's authors.
 
@@ -36,21 +37,9 @@ class SparseConfig(Checked, name="sparse "):
 
     default_threshold: ClassVar[float]
 
-    method: str = one_of(
-        SPARSE_NAMES,
-        "xattention",
-        help="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
-    )
-    threshold: float | None = number(
-        "lie in 0 < threshold <= 1",
-        lambda t: 0 < t <= 1,
-        None,
-        help="estimated attention mass computed per query block; 1: everything "
-        "(default by method: 0.9, 0.96, 0.95)",
-    )
-    block_size: int = one_of(
-        (32, 64, 128, 256), 128, help="queries per block; keys the same, in spargeattn half"
-    )
+    method: str = one_of(SPARSE_NAMES, "xattention")
+    threshold: float | None = number("lie in 0 < threshold <= 1", lambda t: 0 < t <= 1, None)
+    block_size: int = one_of((32, 64, 128, 256), 128)
 
     def __new__(cls, **settings: Any) -> "SparseConfig":
         """Make a config of the class that the method's name stands for."""
@@ -99,7 +88,7 @@ class XAttentionConfig(SparseConfig, name="sparse "):
     Its threshold of 0.9 is its authors' for video.
 
     Attributes:
-        stride: tokens per group, which has one score; must divide the block size.
+        stride: adjacent tokens that share one score. It must divide the block size.
 
     Raises:
         InvalidConfigError: a number is out of range, or the stride does not divide a block.
@@ -108,7 +97,7 @@ class XAttentionConfig(SparseConfig, name="sparse "):
     default_threshold: ClassVar[float] = 0.9
 
     method: str = one_of(("xattention",), "xattention")
-    stride: int = integer(1, 256, 16, help="xattention: adjacent tokens that share one score")
+    stride: int = integer(1, 256, 16)
 
     def __post_init__(self):
         super().__post_init__()
@@ -125,11 +114,12 @@ class SpargeAttnConfig(SparseConfig, name="sparse "):
     Its threshold of 0.96 is the APB-V paper's (Section 5.1).
 
     Attributes:
-        skip_below: λ of the second stage (Section 3.4), below 0: values of selected blocks are left
-            out where they weigh little; see :func:`apbv.kernels.block_sparse_attention`. None, as
-            in the APB-V paper's rows here: none are. The authors find it for every layer and head.
-        similarity: blocks whose rows have a mean cosine similarity of at most this, θ, are always
-            computed; -1 .. 1. 0.3 in the APB-V paper.
+        skip_below: leave out values of selected blocks whose scores are this far below the highest,
+            a number below 0. It is λ of the second stage (Section 3.4), which its authors find for
+            every layer and head; see :func:`apbv.kernels.block_sparse_attention`. None: none are
+            left out, as in the APB-V paper's rows here.
+        similarity: always compute blocks whose rows have at most this mean cosine similarity. θ,
+            -1 .. 1; 0.3 in the APB-V paper.
 
     Raises:
         InvalidConfigError: a number is out of range.
@@ -138,18 +128,9 @@ class SpargeAttnConfig(SparseConfig, name="sparse "):
     default_threshold: ClassVar[float] = 0.96
 
     method: str = one_of(("spargeattn",), "spargeattn")
-    similarity: float = number(
-        "lie in -1 .. 1",
-        lambda cosine: -1 <= cosine <= 1,
-        0.3,
-        help="spargeattn: blocks with at most this mean cosine similarity are always computed",
-    )
+    similarity: float = number("lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3)
     skip_below: float | None = number(
-        "lie below 0",
-        lambda distance: -math.inf < distance < 0,
-        None,
-        help="spargeattn: leave out values of blocks whose scores are this far below the highest "
-        "(default: none)",
+        "lie below 0", lambda distance: -math.inf < distance < 0, None
     )
 
     @property
@@ -165,10 +146,10 @@ class FlexPrefillConfig(SparseConfig, name="sparse "):
     Its threshold of 0.95 is its authors' γ.
 
     Attributes:
-        divergence: a head is query-aware if the square root of the Jensen-Shannon divergence
-            between its last queries' attention and its estimate from block means is below this, τ;
-            0 .. 1. 0.1 is its authors'. 0: all heads are vertical-slash, as MInference (Jiang et
-            al., 2024) has most of them.
+        divergence: heads are query-aware where the square root of the Jensen-Shannon divergence of
+            their estimate is below this. The estimate is from block means, of the last queries'
+            attention; τ, 0 .. 1, is 0.1 in the authors' program. With 0 all heads are
+            vertical-slash, as MInference (Jiang et al., 2024) has most of them.
         min_blocks: minimum number of vertical and slash lines of blocks computed in every head. 8
             blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
@@ -179,15 +160,8 @@ class FlexPrefillConfig(SparseConfig, name="sparse "):
     default_threshold: ClassVar[float] = 0.95
 
     method: str = one_of(("flexprefill",), "flexprefill")
-    divergence: float = number(
-        "lie in 0 .. 1",
-        lambda root: 0 <= root <= 1,
-        0.1,
-        help="flexprefill: heads whose estimate has a sqrt(JSD) below X are query-aware",
-    )
-    min_blocks: int = integer(
-        1, 2**31 - 1, 8, help="flexprefill: minimum vertical and slash blocks per head"
-    )
+    divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1)
+    min_blocks: int = integer(1, 2**31 - 1, 8)
 
 
 SPARSE_CONFIGS: dict[str, type[SparseConfig]] = {

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from .checks import Checked, described, instance_of, integer, number, one_of, setting, switch
+from .checks import Checked, instance_of, integer, number, one_of, setting, switch
 from .drafts import HippoConfig, LayerSkipConfig, TabedConfig, UVPruneConfig
 from .facts import KEEP_FACTS, STRATEGY_FACTS
 from .names import (
@@ -29,11 +29,11 @@ class SpeculativeAblationConfig(Checked):
     """Parts of speculative decoding that benchmarks and tests switch off.
 
     Attributes:
-        keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of
-            an answer is decoded without a draft that has cost eight forward passes of the target
-            more than it has saved, where one round counts as four at most. To measure that, and for
-            ``num_draft_tokens="auto"``, the target now and then runs a forward pass without drafted
-            tokens.
+        keep_losing_draft: keep using a draft that costs more time than it saves. Without it, the
+            rest of an answer is decoded without a draft that has cost eight forward passes of the
+            target more than it has saved, where one round counts as four at most. To measure that,
+            and for ``num_draft_tokens="auto"``, the target now and then runs a forward pass without
+            drafted tokens.
         concurrent_prefill: with a draft host: whether it prefills while the target does (HIPPO,
             Section 5.2), or only when the target's prefill has ended, as PEARL does (PEARL-video in
             HIPPO's Table 3). Without a draft host the draft always prefills after the target.
@@ -42,7 +42,7 @@ class SpeculativeAblationConfig(Checked):
         InvalidConfigError: a switch is not true or false.
     """
 
-    keep_losing_draft: bool = switch(False, help="keep drafting even if it slows the answer")
+    keep_losing_draft: bool = switch(False)
     concurrent_prefill: bool = switch(True)
 
 
@@ -65,38 +65,38 @@ class SpeculativeConfig(Checked):
             itself in ``"std"`` (on the most attended visual KV), ``"streaming"`` (on the first
             tokens and the latest visual KV) and ``"layerskip"`` (by its first layers); ``"ngram"``
             looks up what followed the last tokens before.
-        draft_model: a directory or hub id, of the target's family and tokenizer (for
-            ``"text_only"``, but not on a draft host, also a text-only model with the target's
-            tokens); ``"demo"`` is the bundled one.
-        num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise
-            the expected speedup from the costs and the acceptance rate so far (see
+        draft_model: a directory or hub id of the draft model; ``"demo"`` is the bundled one. It is
+            of the target's family and tokenizer; for ``"text_only"``, but not on a draft host, it
+            may be a text-only model with the target's tokens.
+        num_draft_tokens: tokens drafted per round, γ, or ``"auto"``. ``"auto"``: at most 16, chosen
+            to maximise the expected speedup from the costs and the acceptance rate so far (see
             :func:`apbv.speculate.loops.pace.best_windows`). With ``"auto"`` a draft host drafts
             until the target's forward pass ends, where ParallelVLM's Theorem 6 is largest.
-        keep: selects the visual tokens that a pruned draft sees: by the question's attention to
-            them ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly
-            spaced) and ``"attention"`` (the highest); ``"uv_prune"`` (ParallelVLM's: what comes
-            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo``); by
+        keep: how the visual tokens are selected that a pruned draft sees. By the question's
+            attention to them ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others
+            evenly spaced) and ``"attention"`` (the highest); ``"uv_prune"`` (ParallelVLM's: what
+            comes closer to the text in the target's first layers), ``"hippo"`` (see ``hippo``); by
             the frames alone, with which HIPPO's Figure 7 compares, ``"frames"``, ``"transitions"``
             and ``"dycoke"`` (see :mod:`apbv.speculate.strategies.frame_selection`); ``"even"``
-            (evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
-        keep_ratio: share of visual tokens that a pruned draft sees; 0.1 if ``keep_tokens`` is not
-            given.
-        keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text
-            tokens, and visual ones for the rest, at least one. With ``"std"`` that is the paper's K
-            + m_t, of each layer and KV head; 1024 there.
-        prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything,
-            and the KV of what is not kept is dropped; its prefill costs more. Then a draft host
+            (evenly spaced), ``"random"``, ``"full"``. None: as the strategy's paper does.
+        keep_ratio: share of visual tokens that a pruned draft sees. None: 0.1, where
+            ``keep_tokens`` is not given.
+        keep_tokens: number of prompt tokens that a pruned draft sees, instead of ``keep_ratio``.
+            All text tokens, and visual ones for the rest, at least one. With ``"std"`` that is the
+            paper's K + m_t, of each layer and KV head; 1024 there.
+        prune: what is pruned for a draft: its prompt, or its KV once it has read all of it.
+            ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and
+            the KV of what is not kept is dropped; its prefill costs more. Then a draft host
             does not wait for the scores of the target's prefill: it drafts its first window on the
             whole prompt.
-        num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round
-            instead of a chain of γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and
-            a chain for the others.
-        draft_host: the last of at least two hosts drafts while the others, which run the target,
+        num_tree_nodes: tokens of a draft tree, at most γ deep, drafted per round instead of a chain
+            of γ. None: 25 for ``"sd_tree"``, and a chain for the other strategies.
+        draft_host: draft on the last of at least two hosts while the others, which run the target,
             verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does
             not answer, even if it is still computing; at most a quarter of the hosts' own timeout.
-        hippo, uv_prune: settings of the policies of these names; None: their defaults.
-        layerskip, tabed: settings of the strategies of these names; None: their defaults.
+        hippo, uv_prune: settings of the policy of this name. None: its defaults.
+        layerskip, tabed: settings of the strategy of this name. None: its defaults.
         ablation: parts of speculative decoding, for benchmarks and tests.
 
     Raises:
@@ -105,40 +105,19 @@ class SpeculativeConfig(Checked):
     """
 
     strategy: str = one_of(STRATEGY_NAMES, "specvlm")
-    draft_model: str | None = described(
-        None, help="a directory or hub id (demo: the bundled draft)"
-    )
+    draft_model: str | None = None
     num_draft_tokens: int | str = setting(
         5,
         "be an integer in 1 .. 256, or 'auto'",
         lambda n: n == "auto" or (type(n) is int and 1 <= n <= 256),
         int,
-        help="tokens drafted per round, or auto",
     )
-    keep: str | None = one_of(
-        KEEP_POLICIES,
-        None,
-        help="how to select the draft's visual tokens (default: the strategy's)",
-    )
-    keep_ratio: float | None = number(
-        "lie in (0, 1]",
-        lambda share: 0 < share <= 1,
-        None,
-        help="share of visual tokens that the draft sees (default 0.1)",
-    )
-    keep_tokens: int | None = integer(
-        1,
-        2**31 - 1,
-        None,
-        help="total prompt tokens for the draft, text included; replaces --keep-ratio",
-    )
-    prune: str = one_of(
-        PRUNINGS, "prompt", help="prune the draft's prompt, or its KV after draft prefill"
-    )
-    num_tree_nodes: int | None = integer(
-        1, 256, None, help="draft a tree of N tokens (default: a chain; sd_tree: 25)"
-    )
-    draft_host: bool = switch(False, help="draft on the last host, in parallel with verification")
+    keep: str | None = one_of(KEEP_POLICIES, None)
+    keep_ratio: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
+    keep_tokens: int | None = integer(1, 2**31 - 1, None)
+    prune: str = one_of(PRUNINGS, "prompt")
+    num_tree_nodes: int | None = integer(1, 256, None)
+    draft_host: bool = switch(False)
     draft_timeout: float = number(
         "be a positive number of seconds", lambda seconds: seconds > 0, 60.0
     )

@@ -6,9 +6,9 @@ from pathlib import Path
 _MIB = 2**20
 
 
-def _limit(default: float | None, help: str):
-    """Make a field for a limit, with its help text."""
-    return field(default=default, metadata={"help": help})
+def _limit(default: float | None):
+    """Make a field for a limit, which is an option of the server."""
+    return field(default=default, metadata={"is_limit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +19,18 @@ class MediaLimits:
         max_frames: maximum frames of all videos of a request, plus its images.
         max_packets: maximum packets of a video (about one per frame).
         max_media_bytes: maximum size of one file that is sent inline or fetched.
-        max_decoded_bytes: maximum bytes of one request's frames as RGB, in their stored size.
-        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first
-            frame of an animation is decoded.
-        fetch_seconds: time limit for fetching all files of a request.
+        max_decoded_bytes: maximum size of one request's frames as RGB, as large as they are stored.
+        max_image_bytes: maximum memory to decode one request's images. Only the first frame of an
+            animation is decoded.
+        fetch_seconds: maximum seconds to fetch all files of a request.
     """
 
-    max_frames: int = _limit(2048, "maximum frames of a request's videos, plus its images")
-    max_packets: int = _limit(2**20, "maximum packets per video (about one per frame)")
-    max_media_bytes: int = _limit(64 * _MIB, "maximum size in MiB of a file sent or fetched")
-    max_decoded_bytes: int = _limit(8192 * _MIB, "maximum MiB of a request's decoded frames")
-    max_image_bytes: int = _limit(3072 * _MIB, "maximum MiB to decode a request's images")
-    fetch_seconds: float = _limit(30.0, "seconds to fetch a request's files")
+    max_frames: int = _limit(2048)
+    max_packets: int = _limit(2**20)
+    max_media_bytes: int = _limit(64 * _MIB)
+    max_decoded_bytes: int = _limit(8192 * _MIB)
+    max_image_bytes: int = _limit(3072 * _MIB)
+    fetch_seconds: float = _limit(30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ class ServerSettings:
     Attributes:
         model: the model name in requests.
         max_queue: maximum number of waiting requests.
-        max_running: maximum number of answers decoded in one batch, of which every host has one;
-            None: limited by the KV cache only.
-        min_host_tokens: a prompt with fewer tokens per host is prefilled by its decode host alone,
-            while other hosts prefill others.
-        max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that
+        max_running: maximum number of answers decoded in one batch, of which every host has one.
+            None: limited by ``max_kv_bytes``.
+        min_host_tokens: minimum prompt tokens per host to prefill a prompt on all hosts. A shorter
+            one is prefilled by its decode host alone, while other hosts prefill others.
+        max_kv_bytes: maximum KV cache of each host. None: half of the free memory of the host that
             has least.
-        max_body_bytes: largest request body.
-        max_model_len: maximum tokens of prompt and answer together; None: the model's context
+        max_body_bytes: maximum size of a request body.
+        max_model_len: maximum tokens of prompt and answer together. None: the model's context
             length.
         media: limits of a request's videos, images and audio.
         fps: the default of the requests' field of this name.
@@ -78,18 +78,12 @@ class ServerSettings:
     """
 
     model: str = "demo"
-    max_queue: int = _limit(64, "maximum waiting requests")
-    max_running: int | None = _limit(
-        None, "maximum answers per host's batch (default: limited by --max-kv-mib)"
-    )
-    min_host_tokens: int = _limit(256, "minimum prompt tokens per host to prefill it on all hosts")
-    max_kv_bytes: int | None = _limit(
-        None, "KV cache limit per host in MiB (default: half of its free memory)"
-    )
-    max_body_bytes: int = _limit(96 * _MIB, "maximum request body in MiB")
-    max_model_len: int | None = _limit(
-        None, "maximum tokens of prompt and answer (default: the model's)"
-    )
+    max_queue: int = _limit(64)
+    max_running: int | None = _limit(None)
+    min_host_tokens: int = _limit(256)
+    max_kv_bytes: int | None = _limit(None)
+    max_body_bytes: int = _limit(96 * _MIB)
+    max_model_len: int | None = _limit(None)
     media: MediaLimits = MediaLimits()
     max_new_tokens: int | None = None
     temperature: float | None = None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 from urllib.request import url2pathname, urlopen
 
@@ -64,6 +64,20 @@ _DETAIL = "detail"
 # Names of the reasoning in an assistant's message: vLLM's, and the older one. The first that is
 # given counts.
 _REASONING = ("reasoning", "reasoning_content")
+
+
+class QuestionArguments(TypedDict, total=False):
+    """The keyword arguments that make a :class:`Question` in calls of the library."""
+
+    video: str | Path | Sequence[str | Path] | None
+    images: Any | Sequence[Any] | None
+    context: str | None
+    messages: Sequence[dict] | None
+    tools: Sequence[Any] | None
+    num_frames: int | None
+    fps: float | None
+    audio: str | Path | Sequence[str | Path] | None
+    audio_in_video: bool | None
 
 
 @dataclass(frozen=True)
