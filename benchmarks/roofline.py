@@ -3,6 +3,8 @@
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
     python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200
+    python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200 --hosts 64 \
+        --machine-hosts 8 --kv sharded
     python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b \
         --acceptance 0.8 --gpus H200
 
@@ -10,7 +12,8 @@ Nothing runs. Operators are those of operators.py in bf16, with the heads of Qwe
 data-sheet peaks (of the fastest GPU of that name). No kernel reaches them, so measured times are
 longer. The prefill
 is of a text prompt, with ``full`` on one GPU and the other methods on all hosts, at assumed shares
-of the peaks. ``APBV_BACKEND=torch`` assumes no fused kernels outside attention and matrix products.
+of the peaks. Its parts follow one another; what attention can hide of the exchanges is a line of
+its own. ``APBV_BACKEND=torch`` assumes no fused kernels outside attention and matrix products.
 With a draft: the speedup of decoding a batch, where a pass reads all weights and each answer's KV
 once, and the window is the best one of up to 16 tokens.
 """
@@ -47,9 +50,13 @@ from support.records import fields_of, markdown_table
 
 GPUS = presets_of("roofline")
 PEAKS = GPUS["peaks"]  # by GPU: FLOP/s, and bytes/s of its memory and its link
+NETWORK = GPUS["network"]  # by GPU: bytes/s of its network adapter
 REACHED = GPUS["reached"]  # shares of the peaks
 LAUNCHES = GPUS["launches"]  # kernels per layer, by method
 MEASURED_BY = GPUS["measured_by"]
+KV_TRANSFER = "KV transfer after the layers"
+# Exchanges in which every host gets the same from all others: all-gathers.
+ALL_GATHERS = ("passing", "anchor", "query_merge", "states")
 
 # Calls of torch that count elsewhere.
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")
@@ -190,21 +197,83 @@ def operators(options: argparse.Namespace) -> str:
     return markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines)
 
 
-def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -> dict[str, float]:
+class Links:
+    """The links between GPUs: fast within a machine, and the network between machines.
+
+    Args:
+        gpu: the kind of GPU.
+        num_hosts: the number of hosts.
+        machine_hosts: the number of hosts on a machine, which all have a network adapter.
+    """
+
+    def __init__(self, gpu: str, num_hosts: int, machine_hosts: int):
+        _, _, link = PEAKS[gpu]
+        self._num_hosts = num_hosts
+        self._machine_hosts = machine_hosts
+        # Bytes per millisecond.
+        self._link = REACHED["links"] * link / 1e3
+        self._network = REACHED["links"] * NETWORK[gpu] / 1e3
+
+    @property
+    def _share_from_other_machines(self) -> float:
+        """The share of what a host gets from all others that comes from other machines."""
+        num_elsewhere = max(0, self._num_hosts - self._machine_hosts)
+        return num_elsewhere / max(1, self._num_hosts - 1)
+
+    def round_the_ring(self, num_bytes: float) -> float:
+        """Return the milliseconds to get bytes from a neighbour.
+
+        All hosts wait for the pair at a machine's border, which has one adapter on each side.
+        """
+        if self._num_hosts > self._machine_hosts:
+            return num_bytes / min(self._link, self._network)
+        return num_bytes / self._link
+
+    def gathered_by_all(self, num_bytes: float) -> float:
+        """Return the milliseconds until all hosts have bytes of all others.
+
+        NCCL sends them round a ring for each adapter, so that they enter a machine once, by all its
+        adapters together. A gather on two levels would send as much between machines.
+        """
+        entering = num_bytes * self._share_from_other_machines
+        adapters = self._machine_hosts * self._network
+        return max(num_bytes / self._link, entering / adapters)
+
+    def to_one(self, num_bytes: float) -> float:
+        """Return the milliseconds for one host to get bytes of its own from all others."""
+        entering = num_bytes * self._share_from_other_machines
+        return max((num_bytes - entering) / self._link, entering / self._network)
+
+    def exchanges(self, received: Counter) -> float:
+        """Return the milliseconds of what a host receives during the layers."""
+        total = 0.0
+        for kind, num_bytes in received.items():
+            if kind == "ring":
+                total += self.round_the_ring(num_bytes)
+            elif kind in ALL_GATHERS:
+                total += self.gathered_by_all(num_bytes)
+            else:
+                total += self.to_one(num_bytes)
+        return total
+
+
+def milliseconds(
+    cost: HostCost, gpu: str, element_wise: float, links: Links, kv_of_layers: list[float]
+) -> dict[str, float]:
     """Predict a prefill on one host, by parts that follow one another.
 
     Args:
         element_wise: the bytes of all layers' calls that are neither attention nor matrix products.
-        others: the bytes of the last layer's KV on other hosts, which host 0 gets; the other
-            layers' are there.
+        links: those between the hosts.
+        kv_of_layers: the bytes of every layer's KV on other hosts, which host 0 gets; none, if it
+            stays there. They are sent while later layers run.
     """
     # Per millisecond.
-    peak_flops, peak_bandwidth, peak_link = (per_second / 1e3 for per_second in PEAKS[gpu])
+    peak_flops, peak_bandwidth, _ = (per_second / 1e3 for per_second in PEAKS[gpu])
     products = REACHED["products"] * peak_flops
     attention = REACHED["attention"] * peak_flops
     linear_attention = REACHED["linear"] * peak_flops
     bandwidth = REACHED["memory"] * peak_bandwidth
-    link = REACHED["links"] * peak_link
 
     flops = cost.flops
     parts = {
@@ -216,8 +285,11 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         parts["linear attention"] = flops["linear"] / linear_attention
     parts["MLP"] = (flops["mlp"] + flops["query_pass"] + flops["lm_head"]) / products
     parts["element-wise"] = element_wise / bandwidth
-    parts["collectives"] = cost.received.total() / link
-    parts["KV transfer of the last layer"] = others / link
+    parts["collectives"] = links.exchanges(cost.received)
+    # The last layer's, or what the layers' time does not suffice for.
+    last_layer = links.to_one(kv_of_layers[-1]) if kv_of_layers else 0.0
+    left = links.to_one(sum(kv_of_layers)) - sum(parts.values())
+    parts[KV_TRANSFER] = max(last_layer, left)
     return parts
 
 
@@ -235,9 +307,16 @@ def prefill_parts(
     method: str,
     hosts: int,
     gpu: str,
+    machine_hosts: int | None = None,
+    kv: str = "gathered",
     **lengths: Any,
 ) -> dict[str, float]:
-    """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
+    """Predict the milliseconds of a text's prefill on the busiest host, by parts.
+
+    Args:
+        machine_hosts: hosts on a machine; None: all.
+        kv: where the KV is after the prefill.
+    """
     shape = Shape.from_config(config)
     layout, costs = cost_of_text(shape, num_tokens, method, hosts, **lengths)
     totals = [host_cost.flops.total() for host_cost in costs]
@@ -245,19 +324,34 @@ def prefill_parts(
     rows = sum(len(span) for span in layout.local_spans(busiest))
     is_fused = requested() != "torch"
     element_wise = shape.layers * element_wise_bytes(config, rows, is_fused)
-    others = sum(host_cost.kv_bytes for host_cost in costs[1:]) / shape.kv_layers
-    return milliseconds(costs[busiest], gpu, element_wise, others)
+    kv_of_layers = []
+    if kv == "gathered":
+        others = sum(host_cost.kv_bytes for host_cost in costs[1:])
+        kv_of_layers = [others / shape.kv_layers] * shape.kv_layers
+    links = Links(gpu, hosts, machine_hosts or hosts)
+    return milliseconds(costs[busiest], gpu, element_wise, links, kv_of_layers)
 
 
-def launching_ms(config: PreTrainedConfig, method: str, splits_anchor: bool = False) -> float:
+def launches_of_layer(method: str, hosts: int, splits_anchor: bool = False) -> int:
+    """Count what the CPU launches for a layer: kernels and exchanges."""
+    num_launches = LAUNCHES[method]
+    if method == "zigzag_ring":
+        # Attention, the merge of its results, and a transfer.
+        num_launches += (hosts - 1) * GPUS["launches_of_ring_step"]
+    if splits_anchor:
+        num_launches += GPUS["launches_of_split_anchor"]
+    return num_launches
+
+
+def launching_ms(
+    config: PreTrainedConfig, method: str, hosts: int, splits_anchor: bool = False
+) -> float:
     """Predict the milliseconds in which the CPU launches a prefill's kernels.
 
     Meanwhile the GPU works.
     """
     num_layers = config.get_text_config().num_hidden_layers
-    num_launches = LAUNCHES[method]
-    if splits_anchor:
-        num_launches += GPUS["launches_of_split_anchor"]
+    num_launches = launches_of_layer(method, hosts, splits_anchor)
     return 1e3 * num_layers * num_launches * GPUS["seconds_per_launch"]
 
 
@@ -274,11 +368,21 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     launching = []
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
         header.append(f"`{method}`, {hosts}")
-        columns.append(prefill_parts(config, options.tokens, method, hosts, gpu, **lengths))
+        parts = prefill_parts(
+            config,
+            options.tokens,
+            method,
+            hosts,
+            gpu,
+            options.machine_hosts,
+            options.kv,
+            **lengths,
+        )
+        columns.append(parts)
         layout, _ = cost_of_text(
             Shape.from_config(config), options.tokens, method, hosts, **lengths
         )
-        launching.append(launching_ms(config, method, layout.splits_anchor))
+        launching.append(launching_ms(config, method, hosts, layout.splits_anchor))
     header.append("measured by")
 
     # A line for each part, and sums.
@@ -288,6 +392,8 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
         lines.append([part, *times, MEASURED_BY.get(part, "")])
     busy = [sum(column.values()) for column in columns]
     lines.append(["total of the GPU", *_rounded(busy), "throughput.py --profile"])
+    hidden = [min(column["attention"], column["collectives"]) for column in columns]
+    lines.append(["of these, exchanges that attention can hide", *_rounded(hidden), ""])
     lines.append(["launches by the CPU", *_rounded(launching), "throughput.py, `busy_ms`"])
     totals = []
     for gpu_ms, cpu_ms in zip(busy, launching, strict=True):

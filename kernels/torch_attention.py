@@ -239,16 +239,16 @@ def _attend_all(
 
 
 def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
-    """Return whether joining segments costs less than merging another partial result.
+    """Return whether joining segments costs less than merging as many further partial results.
 
     APB-V's context blocks see an anchor and passing blocks that are short compared with the block
-    itself.
+    itself. On many hosts they see many of these, together longer than the block; but each is one
+    more result of all queries to be merged.
     """
-    if len(segments) < 2:
-        return False
+    num_further = len(segments) - 1
     num_key_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
     num_query_rows = q.shape[1] * q.shape[2]
-    return num_key_rows < num_query_rows
+    return num_key_rows < num_further * num_query_rows
 
 
 def joined(segments: list[Segment]) -> Segment:

@@ -72,21 +72,21 @@ def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
 
 
 @cache
-def prefill_events(layers: int, hosts: int, rank: int) -> Events:
+def prefill_events(layers: int, hosts: int, rank: int, method: str = "apbv") -> Events:
     """What a host asks of its GPU to prefill the prompt."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
         group = one_of(hosts, rank, gpu) if hosts > 1 else HostGroup.single("cuda:0")
         parts = inspect_model(model_of(layers, gpu))
         for _ in range(2):  # the first time, libraries are tried on small problems
             gpu.reset()
-            _prefill(parts, group, "sharded")
+            _prefill(parts, group, "sharded", method)
     return gpu.events
 
 
-def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
+def _prefill(parts, hosts: HostGroup, kv: str = "gathered", method: str = "apbv"):
     prompt = text_prompt(parts.model.config, TOKENS, QUESTION)
     inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
-    return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
+    return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(method=method, kv=kv))
 
 
 def _sampling(temperature: float) -> SamplingParams:
@@ -139,6 +139,23 @@ def counts(events: Callable[[int], Events], *kinds: str) -> tuple[Counter, Count
     one, two = (Counter(map(_name, events(layers).of(*kinds))) for layers in (1, 2))
     per_layer = Counter({name: two[name] - one[name] for name in two | one})
     return +per_layer, +Counter({name: one[name] - per_layer[name] for name in one | per_layer})
+
+
+def launches_of_layer(method: str, hosts: int) -> int:
+    """How many kernels and exchanges a host asks for in a layer whose MLP is computed in one
+    piece."""
+    counted, _ = counts(
+        lambda layers: prefill_events(layers, hosts, min(1, hosts - 1), method), *OUTSIDE
+    )
+    total = 0
+    for name, number in counted.items():
+        if not name.startswith(("synchronization", "copy")):
+            total += number
+    num_pieces = counted["`silu_product_kernel` (Triton)"]
+    if num_pieces > 1:
+        # Of each, three products and that of gate and up; its result is then copied.
+        total -= 4 * (num_pieces - 1) + num_pieces
+    return total
 
 
 def _name(event) -> str:
