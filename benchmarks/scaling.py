@@ -3,12 +3,15 @@
     python benchmarks/scaling.py plan --model qwen2.5-vl-3b --frames 64 --resolution 1440p --explain
     python benchmarks/scaling.py plan --tokens 32768 131072 1048576 --hosts 2 8 64
     python benchmarks/scaling.py simulate --tokens 131072 --hosts 8 --json scaling.jsonl
+    python benchmarks/scaling.py plot --table scaling.jsonl --plot scaling.png
 
 plan      evaluates the cost model of FLOPs, bytes and memory for any Hugging Face config and any
           number of tokens and hosts.
 simulate  computes every host's share, one after the other (apbv.testing.simulated), several times,
           and compares the speedup over full attention at each host's mean pace with the cost
           model's ratio of FLOPs.
+plot      draws the speedups of simulated hosts over their number, beside the ideal: that of as many
+          hosts without any loss.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from apbv.testing.simulated import Lap
 from support.arguments import add_options
 from support.bench import Bench, Case, Workload
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
-from support.records import columns_of, fields_of, report
+from support.records import Curves, columns_of, fields_of, plot, read_records, report
 
 FULL = PrefillConfig(method="full")
 
@@ -120,6 +123,7 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                 "simulated": True,
                 "model": options.model,
                 "method": method,
+                "label": method if options.label is None else f"{method}, {options.label}",
                 "hosts": num_hosts,
                 "threads_per_host": bench.threads,
                 "network": {"link": asdict(bench.network)},
@@ -132,6 +136,30 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                 "flop_ratio": ratio,
                 "share_of_flop_ratio": speedup / ratio,
             }
+
+
+def speedup_curves(records: Sequence[dict]) -> dict[str, Curves]:
+    """Return the median speedups over the number of hosts, for each number of tokens.
+
+    Args:
+        records: of :func:`simulate`.
+    """
+    panels: dict[str, Curves] = {}
+    for num_tokens in sorted({record["num_input_tokens"] for record in records}):
+        of_label: dict[str, dict[int, list[float]]] = {}
+        for record in records:
+            if record["num_input_tokens"] == num_tokens:
+                of_hosts = of_label.setdefault(record["label"], {})
+                speedups = of_hosts.setdefault(record["hosts"], [])
+                speedups.append(record["speedup_vs_full"])
+        curves: dict[str, list[tuple[float, float]]] = {}
+        all_hosts: set[int] = set()
+        for label, of_hosts in of_label.items():
+            all_hosts |= of_hosts.keys()
+            curves[label] = [(hosts, statistics.median(of_hosts[hosts])) for hosts in of_hosts]
+        curves["ideal"] = [(hosts, hosts) for hosts in sorted(all_hosts)]
+        panels[f"hosts, {num_tokens:,} tokens"] = curves
+    return panels
 
 
 def mean_paces(laps_of_runs: Sequence[Sequence[Sequence[Lap]]]) -> list[list[Lap]]:
@@ -168,11 +196,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
     command = commands.add_parser("simulate", help="measure with simulated hosts")
     add_options(command, "scaling simulate", {"methods": METHODS[1:]})
+    command = commands.add_parser("plot", help="plot what was measured")
+    add_options(command, "scaling plot")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.kind == "plot":
+        panels = speedup_curves(read_records(options.table))
+        plot(options.plot, panels, "speedup over full attention on one host", "log")
+        return 0
 
     def run(hosts: HostGroup) -> None:
         records = plan(options) if options.kind == "plan" else simulate(options)
