@@ -265,14 +265,16 @@ class _DraftMemory:
         settings: they say how much of the prompt it reads.
         weights: bytes of its weights.
         token_bytes: bytes of a token's KV.
+        state_bytes: bytes of a hybrid's states of linear attention behind the prompt.
     """
 
     settings: SpeculativeConfig
     weights: int
     token_bytes: int
+    state_bytes: int
 
     def of_prompt(self, num_tokens: int, num_visual: int) -> int:
-        """Return the bytes of the weights, and of the KV of a prompt with these tokens."""
+        """Return the bytes of the weights, and of KV and states of a prompt with these tokens."""
         settings = self.settings
         if prunes(settings) and settings.prune == "prompt":
             num_kept = settings.keep_tokens
@@ -280,7 +282,7 @@ class _DraftMemory:
                 num_text = num_tokens - num_visual
                 num_kept = num_text + round(num_visual * (settings.keep_ratio or 0))
             num_tokens = min(num_tokens, num_kept)
-        return self.weights + self.token_bytes * num_tokens
+        return self.weights + self.token_bytes * num_tokens + self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -356,6 +358,8 @@ class _Planner:
                 device=self.device,
                 tensor_parallel=self.tensor_parallel,
                 by_layer=self.method.gathers_by_layer(self.prefill),
+                asks_apart=self.method.asks_apart(self.prefill),
+                question_start=context.stop,
                 visual=context if prompt.num_visual else range(0),
                 num_encoded=prompt.num_encoded,
                 encodes_all=not self.prefill.ablation.frame_parallel,
@@ -529,10 +533,12 @@ def _draft_memory(
         raise InvalidConfigError(f"{settings.strategy} needs a draft_model")
     _, config, _ = _describe(settings.draft_model, demo.draft_path)
     itemsize = _itemsize(config, dtype)
+    sizes = DecoderSizes.from_config(config)
     return _DraftMemory(
         settings=settings,
         weights=weight_bytes(config, itemsize, choose_device()),
-        token_bytes=DecoderSizes.from_config(config).kv_token * itemsize,
+        token_bytes=sizes.kv_token * itemsize,
+        state_bytes=sizes.state_bytes(itemsize),
     )
 
 

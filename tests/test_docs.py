@@ -256,6 +256,8 @@ FEATURES = {
     "hybrid": "a hybrid model",
     "rope_by_length": "rotary frequencies of the type `dynamic` or `longrope`",
     "offering": "`--kv-transfer`",
+    "continuing": "`generate_inputs()`",
+    "last_token_lost": "a hybrid's prefill that split the question over the hosts",
     "drafting": "`--speculate`",
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",

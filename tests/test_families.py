@@ -45,11 +45,11 @@ def _refused_for_hybrids(feature: str) -> Callable:
 COLUMNS = {
     "`apbv`": (("apbv",), None),
     "exact methods": (("zigzag_ring", "ulysses"), None),
-    "drafts": (("drafts",), _refused_for_hybrids("drafting")),
+    "drafts": (("drafts",), None),
     "visual-token pruning": (("reduction",), _reduces("fastvid")),
     "batches": (("batches",), lambda model: model_batching_obstacle(inspect_model(model))),
     "KV on disk": (("KV on disk",), None),
-    "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),
+    "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("offering")),
     "tensor parallelism": (
         ("tensor parallelism",),
         lambda model: require_divisible(model.config, 2),

@@ -136,21 +136,28 @@ CONFLICTS = [
     ),
     Conflict(
         "hybrid",
-        "kv_reuse",
-        "{hybrid} models keep no state from before the question: use reuse='exact'",
+        "tree",
+        "the linear attention of {hybrid} models reads one token after the other, and no branches "
+        "of a tree: draft a chain, as vanilla does",
     ),
     Conflict(
         "hybrid",
-        "drafting",
-        "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models "
-        "cannot",
+        "learning_draft",
+        "{learning_draft} pads the contexts of its draft to one length, and the states of {hybrid} "
+        "models would read the padding",
+    ),
+    Conflict(
+        "continuing",
+        "last_token_lost",
+        "{continuing} runs the prompt's last token again, and this prefill, which split the "
+        "question over the hosts, has kept no state of linear attention from before it: use "
+        "to_dynamic_cache(), and append a token chosen from the logits",
     ),
     Conflict(
         "hybrid",
-        "handing_over",
-        "{handing_over} runs the prompt's last token again, which the linear attention of "
-        "{hybrid} models cannot undo: use to_dynamic_cache(), and append a token chosen from the "
-        "logits",
+        "offering",
+        "{offering} transfers keys and values, but no states of linear attention, which {hybrid} "
+        "models continue from",
     ),
     Conflict(
         "hybrid",

@@ -16,9 +16,11 @@ from transformers import DynamicCache
 from ..device.copies import side_stream, to_device
 from ..errors import InvalidConfigError, without_frames
 from ..kv.cache import GrowingLayer, growing_layers
+from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from ..pending import Pending
 from ..request.result import FinishReason
+from ..runner.answer_states import AnswerStates
 from ..runner.batch_steps import BatchRunner, OwnKV
 from .answer import NO_TOKEN, Answer, finish_reason
 from .sampling import Choice, choose_each
@@ -379,19 +381,26 @@ class Batch:
             if self._stream is not None:
                 answer.logits.record_stream(self._stream)
             try:
-                layers = growing_layers(answer.decoder.require_cache())
-                member.kv = self._own(layers, answer.decoder.next_position)
+                decoder = answer.decoder
+                layers = growing_layers(decoder.require_cache())
+                member.kv = self._own(layers, decoder.next_position, decoder.prompt_states)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.end(error)
 
-    def _own(self, layers: Sequence[GrowingLayer], position: int) -> OwnKV:
-        """Take over KV that was computed in another stream."""
+    def _own(
+        self, layers: Sequence[GrowingLayer], position: int, states: LinearStates | None
+    ) -> OwnKV:
+        """Take over KV, and a hybrid's states, that were computed in another stream."""
         if self._stream is not None:
             # Its memory has to last as long as this stream uses it.
+            tensors = []
             for layer in layers:
-                layer.keys.record_stream(self._stream)
-                layer.values.record_stream(self._stream)
-        return OwnKV(layers, position)
+                tensors += [layer.keys, layer.values]
+            for of_layer in () if states is None else states.tensors:
+                tensors += of_layer
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+        return OwnKV(layers, position, None if states is None else AnswerStates(states))
 
 
 def _start_reading(choice: Choice) -> ArrivingTokens:
@@ -414,8 +423,6 @@ def model_batching_obstacle(parts: ModelParts) -> str | None:
     """Return why answers of a model cannot be decoded in one batch, or None if they can."""
     if parts.tensor_parallel[1] > 1:
         return "a host's processes have a share of the model each, and take every step together"
-    if parts.sizes.linear is not None:
-        return "linear attention layers keep a state for every answer, and these are not batched"
     if parts.rope_by_length is not None:
         return (
             "the model's rotary frequencies depend on the length of a sequence "

@@ -93,8 +93,7 @@ class PlacedKV(ABC):
             for layer in kv_layers(self.cache):
                 tensors += [layer.keys, layer.values]
         if self.states is not None:
-            for layer_tensors in self.states.tensors:
-                tensors += layer_tensors
+            tensors += self.states.all_tensors
         return sum(int(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
     @abstractmethod
@@ -116,7 +115,9 @@ class PlacedKV(ABC):
 
     @abstractmethod
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "PlacedKV | None":
-        """Return a view of the KV before the query; None if the query's KV is sharded, too.
+        """Return a view of the KV before the query, with the states there.
+
+        None if the query's KV is sharded, too, or no states from before it were kept.
 
         Args:
             num_tokens: the tokens before the query.
@@ -213,12 +214,19 @@ class GatheredKV(PlacedKV):
             return None
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in kv_layers(whole)]
 
-    def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
+    def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV | None":
         self.require_all_tokens("kept for another question")
-        return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts)
+        states = None
+        if self.states is not None:
+            states = self.states.before_question
+            if states is None:
+                return None  # the question was split over the hosts
+        return GatheredKV(self._first_tokens(num_tokens), num_tokens, self.hosts, states)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
-        return GatheredKV(self.whole, layout.num_tokens, self.hosts, num_dropped=self.num_dropped)
+        return GatheredKV(
+            self.whole, layout.num_tokens, self.hosts, self.states, num_dropped=self.num_dropped
+        )
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
         self.require_all_tokens("selected for a draft")
@@ -281,11 +289,12 @@ class ShardedKV(PlacedKV):
         for span in layout.cache_spans(self.hosts.rank):
             if span != layout.query:
                 num_rows += len(span)
-        return self._before_query(num_rows, layout)
+        states = None if self.states is None else self.states.before_question
+        return self._before_query(num_rows, layout, states)
 
     def behind(self, layout: ContextLayout) -> "ShardedKV":
         self.require_all_tokens("continued by another question")
-        return self._before_query(None, layout)
+        return self._before_query(None, layout, self.states)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
         self.require_all_tokens("selected for a draft")
@@ -303,8 +312,14 @@ class ShardedKV(PlacedKV):
             layers.append((layer.keys[:, :, :count], layer.values[:, :, :count]))
         return layers
 
-    def _before_query(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
-        """Return the KV of a prompt's first rows, to which the query is still to be appended."""
+    def _before_query(
+        self, num_rows: int | None, layout: ContextLayout, states: LinearStates | None
+    ) -> "ShardedKV":
+        """Return the KV of a prompt's first rows, to which the query is still to be appended.
+
+        Args:
+            states: a hybrid's states behind these rows.
+        """
         rows = self._rows(num_rows)
         cache = ShardedCache.of_shares(rows, layout, self.hosts.rank, holds_query=False)
-        return ShardedKV(cache, self.hosts)
+        return ShardedKV(cache, self.hosts, states)

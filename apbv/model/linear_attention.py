@@ -40,6 +40,10 @@ _FUNCTIONS = (
 )
 
 
+# Attributes of a prompt's states that are states before some of its tokens.
+_EARLIER = ("before_question", "before_last")
+
+
 class LinearStates(Cache):
     """States of all linear attention layers after some tokens, for new tokens to start from.
 
@@ -53,9 +57,13 @@ class LinearStates(Cache):
 
     Attributes:
         linear_layers: its layers.
+        before_question: of a prompt, the states before its question; None: they were not kept.
+        before_last: of a prompt, the states before its last token; None: they were not kept.
     """
 
     def __init__(self, places: Sequence[int], tensors: Iterable[tuple[Tensor, Tensor]] = ()):
+        self.before_question: LinearStates | None = None
+        self.before_last: LinearStates | None = None
         self.linear_layers = [LinearAttentionLayer() for _ in places]
         super().__init__(layers=list(self.linear_layers))
         self.places = tuple(places)
@@ -67,12 +75,16 @@ class LinearStates(Cache):
         """All tensors by name.
 
         They are ``linear_layers [L]``, and for every layer i ``linear_inputs.i`` and
-        ``linear_state.i``.
+        ``linear_state.i``; those of earlier states begin with the attribute's name and a full stop.
         """
         named = {"linear_layers": torch.tensor(self.places)}
         for index, (inputs, state) in enumerate(self.tensors):
             named[f"linear_inputs.{index}"] = inputs
             named[f"linear_state.{index}"] = state
+        for attribute in _EARLIER:
+            earlier = getattr(self, attribute)
+            if earlier is not None:
+                named |= {f"{attribute}.{name}": tensor for name, tensor in earlier.named.items()}
         return named
 
     @classmethod
@@ -86,23 +98,50 @@ class LinearStates(Cache):
             inputs = named[f"linear_inputs.{index}"].to(device)
             state = named[f"linear_state.{index}"].to(device)
             tensors.append((inputs, state))
-        return cls(places, tensors)
+        states = cls(places, tensors)
+        for attribute in _EARLIER:
+            of_earlier = {}
+            for name, tensor in named.items():
+                if name.startswith(f"{attribute}."):
+                    of_earlier[name.removeprefix(f"{attribute}.")] = tensor
+            setattr(states, attribute, cls.of_named(of_earlier, device))
+        return states
 
     def copy(self) -> "LinearStates":
         """Return states that can change while these stay."""
         return LinearStates(self.places, self.tensors)
 
-    def among(self, cache: DynamicCache) -> DynamicCache:
-        """Return a cache of all layers: a copy of these states, and the layers of a KV cache."""
+    def of_first_layers(self, count: int) -> "LinearStates":
+        """Return the states of those layers that are among the decoder's first ``count``."""
+        places = [place for place in self.places if place < count]
+        return LinearStates(places, self.tensors[: len(places)])
+
+    def among(self, cache: DynamicCache, whole: DynamicCache | None = None) -> DynamicCache:
+        """Return a cache of all layers: a copy of these states, and the layers of a KV cache.
+
+        Args:
+            whole: an empty cache that gets them; None: a new one.
+        """
         linear_layers = dict(zip(self.places, self.copy().layers, strict=True))
         attention_layers = iter(cache.layers)
-        whole = DynamicCache()
+        if whole is None:
+            whole = DynamicCache()
         for place in range(len(cache.layers) + len(linear_layers)):
             if place in linear_layers:
                 whole.layers.append(linear_layers[place])
             else:
                 whole.layers.append(next(attention_layers))
         return whole
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors of these states and of the earlier ones."""
+        tensors = [tensor for of_layer in self.tensors for tensor in of_layer]
+        for attribute in _EARLIER:
+            earlier = getattr(self, attribute)
+            if earlier is not None:
+                tensors += earlier.all_tensors
+        return tensors
 
     def put(self, index: int, inputs: Tensor, state: Tensor) -> None:
         """Copy a layer's states."""

@@ -56,6 +56,7 @@ class ModelParts:
         hears: whether the model reads audio, by itself or beside a video's frames.
         uses_mrope: whether positions are (time, height, width) triples.
         num_layers: the number of decoder layers.
+        num_kv_layers: how many of them have attention, and thus KV.
         hidden_size: the width d of a hidden state.
         head_dim: the width D of an attention head.
         num_kv_heads: the number of KV heads on this process, and of its cache.
@@ -92,6 +93,7 @@ class ModelParts:
     uses_mrope: bool = field(init=False, repr=False, compare=False)
     sizes: DecoderSizes = field(init=False, repr=False, compare=False)
     num_layers: int = field(init=False, repr=False, compare=False)
+    num_kv_layers: int = field(init=False, repr=False, compare=False)
     hidden_size: int = field(init=False, repr=False, compare=False)
     head_dim: int = field(init=False, repr=False, compare=False)
     vocab_size: int = field(init=False, repr=False, compare=False)
@@ -141,6 +143,7 @@ class ModelParts:
         sizes = self.family.sizes
         self._set("sizes", sizes)
         self._set("num_layers", sizes.layers)
+        self._set("num_kv_layers", sizes.kv_layers)
         self._set("hidden_size", sizes.hidden)
         self._set("head_dim", sizes.head_dim)
         self._set("vocab_size", self.lm_head.out_features)
@@ -291,6 +294,8 @@ class ModelParts:
             decoder._modules = {**self.language_model._modules, "layers": first_layers}
             shallow = replace(self, language_model=decoder)
             shallow._set("num_layers", count)
+            num_kv_layers = sum(layer < count for layer in self.sizes.attention_layers)
+            shallow._set("num_kv_layers", num_kv_layers)
             self._shallow[count] = shallow
         return self._shallow[count]
 

@@ -143,6 +143,8 @@ def prefill(
             device=parts.device,
             decode_host=decode_host,
             by_layer=method.gathers_by_layer(config),
+            asks_apart=method.asks_apart(config),
+            question_start=inputs.query_start,
             tensor_parallel=parts.tensor_parallel[1],
             visual=visual_tokens,
             encodes_all=not config.ablation.frame_parallel,

@@ -85,7 +85,9 @@ def run_language_model(
         gather = cache.gather_by_layer(hosts)
     linear = None
     if states is not None:
-        linear = SplitLinearAttention(layout, hosts, states, not method.separate_query)
+        linear = SplitLinearAttention(
+            layout, hosts, states, not method.separate_query, inputs.query_start
+        )
 
     prompt_length = int(inputs.position_ids.max()) + 1
     with parts.rotary_of_prompt(prompt_length):

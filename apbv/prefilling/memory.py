@@ -23,7 +23,7 @@ from ..layout import ContextLayout, intersect
 from ..model.families import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes
-from .split_linear_attention import MOST_TOKENS, runs_of_host
+from .split_linear_attention import MOST_TOKENS, query_parts, runs_of_host
 
 _ADVICE = {
     "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
@@ -70,6 +70,8 @@ def host_memory(
     device: torch.device,
     decode_host: int = 0,
     by_layer: bool = True,
+    asks_apart: bool = False,
+    question_start: int = 0,
     tensor_parallel: int = 1,
     visual: range = range(0),
     num_encoded: int = 0,
@@ -87,6 +89,9 @@ def host_memory(
         decode_host: the host that gets gathered KV.
         by_layer: whether gathered KV leaves layer by layer; see
             :meth:`.PrefillMethod.gathers_by_layer`.
+        asks_apart: whether the question runs in a pass of its own; see
+            :meth:`.PrefillMethod.asks_apart`.
+        question_start: the number of tokens before the question.
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
@@ -162,9 +167,12 @@ def host_memory(
 
     # Linear attention, whose layers may take more.
     if sizes.linear is not None:
-        layer_states = _layer_states(sizes.linear, itemsize)
-        states = len(sizes.linear.layers) * layer_states
-        prefill["states"] = gathered["states"] = states
+        layer_states = sizes.linear.layer_bytes(itemsize)
+        states = sizes.state_bytes(itemsize)
+        # Of a question in the same pass, those before it and before its last token are kept, too.
+        has_question = (len(layout.query) > 0 and not asks_apart) or not layout.is_split
+        num_copies = 3 if has_question else 1
+        prefill["states"] = gathered["states"] = num_copies * states
         if not num_rows:  # it receives a layer's states, and copies them; then the logits
             prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
         num_before, kv_before = _kv_before_last_linear(
@@ -175,10 +183,10 @@ def host_memory(
             "KV": kv_before,
             "layers on their way": kept_layer + gathered_layer if is_sending else 0,
             "activations": residual
-            + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
+            + _linear_attention(sizes.linear, layout, host, hidden, itemsize, question_start),
             "passing KV": 0,
             # A layer's states are stored when it has run.
-            "states": states - layer_states,
+            "states": num_copies * (states - layer_states),
         }
         prefill = max(prefill, in_linear, key=lambda parts: sum(parts.values()))
 
@@ -236,7 +244,12 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
 
 
 def _linear_attention(
-    sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int
+    sizes: LinearSizes,
+    layout: ContextLayout,
+    host: int,
+    hidden: int,
+    itemsize: int,
+    question_start: int,
 ) -> int:
     """Return the bytes that a layer of linear attention holds at once on one host.
 
@@ -256,8 +269,8 @@ def _linear_attention(
     # All the time: the layer's input, the convolution's output, the gate, the layer's output; and
     # of every head two projections, beta, and the decay in fp32.
     row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (3 * itemsize + 4)
-    # The convolution's last inputs before this layer's last rows, and after them.
-    always = num_rows * row + nothing + 2 * sizes.last_inputs * itemsize
+    # The convolution's last inputs before this layer's last rows, and after each of their parts.
+    always = num_rows * row + nothing + 4 * sizes.last_inputs * itemsize
 
     # The maps of this host's own runs, and those of all hosts'.
     runs = runs_of_host(layout, host)
@@ -282,8 +295,12 @@ def _linear_attention(
     for number, rows in enumerate(runs.own):
         first_state = 0 if runs.begins_without_state(host, number) else state
         most = max(most, maps + first_state + _rule(sizes, len(rows), sizes.value_dim))
+    # The query is computed in parts, because states between them are kept.
     first_state = state if runs.own or len(runs.anchor) > 0 else 0
-    most = max(most, maps + first_state + _rule(sizes, len(runs.query), sizes.value_dim))
+    for rows in query_parts(runs.query, layout, question_start):
+        most = max(most, maps + first_state + _rule(sizes, len(rows), sizes.value_dim))
+        if rows:
+            first_state = state
 
     # The norm: its input, and copies in fp32.
     norm = num_rows * values * (itemsize + 2 * 4) - nothing
@@ -330,14 +347,6 @@ def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
     # Behind it: the last state, and the output once more, in order.
     behind = padded * sizes.value_heads * width + state
     return 4 * (rows_of_all + of_chunks + newest + max(in_last_chunk, behind))
-
-
-def _layer_states(sizes: LinearSizes, itemsize: int) -> int:
-    """Return the bytes of a layer's states.
-
-    These are the rule's state in fp32, and the convolution's last inputs.
-    """
-    return 4 * sizes.state + sizes.last_inputs * itemsize
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,16 @@ def prefill_question(
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
         kv = cached.kv.behind(layout)
         question = inputs.input_ids[0, start:].tolist()
-        logits = Decoder(parts, kv, position).advance(question, last_only=True)
+        decoder = Decoder(parts, kv, position, goes_back=True)
+        logits = decoder.advance(question, last_only=True)
+        if kv.states is not None:
+            states = kv.states.copy()  # those of the cache stay
+            if decoder.states is not None:
+                decoder.states.replace_prompts(states)
+            else:
+                # Only the host that has the KV has those behind the question.
+                states.before_question = states.before_last = kv.states
+            kv.states = states
         if kv.attending is None:  # host 0 ran it alone
             if logits is None:  # the others receive
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)

@@ -37,24 +37,35 @@ class SplitLinearAttention:
     Args:
         layout: the tokens that each host computes.
         hosts: the hosts that compute.
-        states: gets the states after the last token.
+        states: gets the states after the last token, and before it and the question if every host
+            that has them computes these.
         keeps_query: whether the states are those after the query; else they are those after the
             context: the query then only ranks KV pairs, and runs again after this pass.
+        query_start: the number of tokens before the question.
     """
 
     def __init__(
-        self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool
+        self,
+        layout: ContextLayout,
+        hosts: HostGroup,
+        states: LinearStates,
+        keeps_query: bool,
+        query_start: int,
     ):
         self._hosts = hosts
         self._states = states
         self._keeps_query = keeps_query
         runs = runs_of_host(layout, hosts.rank)
+        self._query_parts = query_parts(runs.query, layout, query_start)
+        if keeps_query and runs.query:
+            states.before_question = LinearStates(states.places)
+            states.before_last = LinearStates(states.places)
         self._copy = runs.copy
         self._anchor = runs.anchor
         self._own = runs.own
         self._query = runs.query
         self._chains = runs.chains
-        self._last_inputs: dict[int, Tensor] = {}
+        self._last_inputs: dict[int, list[Tensor]] = {}
 
     def convolve(self, layer: int, mixed: Tensor, convolution: Convolution) -> Tensor:
         """Convolve this host's tokens in one layer.
@@ -91,9 +102,14 @@ class SplitLinearAttention:
                 inputs = torch.cat([earlier, mixed[:, :, part.start : part.stop]], dim=2)
                 out[:, :, part.start : part.stop] = convolution(inputs)[:, :, width:]
                 earlier = inputs[:, :, -width:]
-        if self._keeps_query:
-            before = _with_inputs(before, mixed, self._query)
-        self._last_inputs[layer] = before
+        # The last inputs before the question, before its last token, and behind it.
+        behind_parts = [before] * 3
+        if self._keeps_query and self._query:
+            behind_parts = []
+            for part in self._query_parts:
+                before = _with_inputs(before, mixed, part)
+                behind_parts.append(before)
+        self._last_inputs[layer] = behind_parts
         return out
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], rule: Rule) -> Tensor:
@@ -131,9 +147,16 @@ class SplitLinearAttention:
                 map_of_run = maps[link.host, link.number]
                 bias, transition = map_of_run.split([value_dim, key_dim], dim=-1)
                 state = transition @ state + bias
-        state_after_query = run(self._query, state)
-        last_state = state_after_query if self._keeps_query else state
-        self._states.put(layer, self._last_inputs.pop(layer), last_state)
+        if not self._keeps_query or not self._query:
+            run(self._query, state)
+            self._states.put(layer, self._last_inputs.pop(layer)[-1], state)
+            return out
+        kept = (self._states.before_question, self._states.before_last, self._states)
+        last_inputs = self._last_inputs.pop(layer)
+        for part, states, inputs_of_part in zip(self._query_parts, kept, last_inputs, strict=True):
+            state = run(part, state)
+            assert states is not None, "made with this object"
+            states.put(layer, inputs_of_part, state)
         return out
 
     def _start_exchange(
@@ -223,6 +246,21 @@ def runs_of_host(layout: ContextLayout, host: int) -> HostRuns:
     return HostRuns(copy, anchor, blocks, query, _chains(layout))
 
 
+def query_parts(query: range, layout: ContextLayout, question_start: int) -> list[range]:
+    """Cut the query's run: before the question, the question's other tokens, and its last.
+
+    Only where one host computes all tokens, it begins before the question.
+    """
+    if not query:
+        return [query]
+    start = query.start if layout.is_split else min(question_start, query.stop - 1)
+    return [
+        range(query.start, start),
+        range(start, query.stop - 1),
+        range(query.stop - 1, query.stop),
+    ]
+
+
 def _chains(layout: ContextLayout) -> list[list[Link]]:
     """Return the runs of which each host computes its own, as they follow one another.
 
@@ -249,6 +287,15 @@ def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> N
     """Send all hosts the states of a prompt that host 0 has computed alone; collective."""
     if hosts.size == 1:
         return
+    if states.before_question is None:  # on the hosts that compute nothing
+        states.before_question = LinearStates(states.places)
+    if states.before_last is None:
+        states.before_last = LinearStates(states.places)
+    for each in (states, states.before_question, states.before_last):
+        _share(each, parts, hosts)
+
+
+def _share(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> None:
     sizes = parts.sizes.linear
     assert sizes is not None  # the model is a hybrid
     for index, layer in enumerate(states.linear_layers):

@@ -11,6 +11,7 @@ from ..kernels.backends import choose
 from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
+from .answer_states import AnswerStates, RunStates
 from .decoder import forward
 from .graphs import RecordedSteps, Step, may_record
 
@@ -27,15 +28,19 @@ class OwnKV:
     Args:
         layers: the prompt's KV; rows of the answer are written after it, and not counted there.
         position: the rotary position of the answer's first token.
+        states: a hybrid's states of linear attention; None: the model has none.
 
     Attributes:
+        states: as above.
         num_run: number of the answer's tokens that the model has processed. Less: the last rows are
             taken back.
         place: a new object whenever the buffers change.
         capacity: the largest number of rows that a layer's buffers hold.
     """
 
-    def __init__(self, layers: Sequence[GrowingLayer], position: int):
+    def __init__(
+        self, layers: Sequence[GrowingLayer], position: int, states: AnswerStates | None = None
+    ):
         for layer in layers:
             layer.make_room(1)
         self._layers = layers
@@ -43,6 +48,7 @@ class OwnKV:
         self._prompt_rows = [layer.keys.shape[2] for layer in layers]
         self._longest_prompt = max(self._prompt_rows)
         self._first_position = position
+        self.states = states
         self.num_run = 0
         self._measure()
 
@@ -96,7 +102,7 @@ class OwnKV:
     def copy_newest(self, other: "OwnKV", count: int) -> None:
         """Append ``count`` rows that another KV has for the same tokens of the answer.
 
-        There must be room.
+        There must be room. States are then the other's.
         """
         for layer, buffers in enumerate(self.buffers):
             first = self.rows_in(layer)
@@ -107,6 +113,10 @@ class OwnKV:
             for states, source in zip(buffers, other.buffers[layer], strict=True):
                 states[:, :, rows] = source[:, :, source_rows]
         self.num_run += count
+        if self.states is not None:
+            assert other.states is not None, "both are of one model"
+            other.states.num_run = other.num_run
+            self.states.take_over(other.states)
 
 
 class BatchRunner:
@@ -124,11 +134,19 @@ class BatchRunner:
         self._parts = parts
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
-        records = self._looks_up and may_record(parts, None)
+        # The addresses of an answer's states change.
+        is_hybrid = parts.sizes.linear is not None
+        records = self._looks_up and not is_hybrid and may_record(parts, None)
         self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()
-    def run(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None = None) -> Tensor:
+    def run(
+        self,
+        ids: Tokens,
+        kvs: Sequence[OwnKV],
+        counts: Sequence[int] | None = None,
+        follows_drafted: bool = False,
+    ) -> Tensor:
         """Run the model on S tokens, append each to its KV, and return their logits ``[S, V]``.
 
         Args:
@@ -136,19 +154,26 @@ class BatchRunner:
             kvs: those of R answers, which have room.
             counts: how many tokens of each answer there are, one answer's after the other's; None:
                 one of each.
+            follows_drafted: whether tokens of the runs before, since one without this, may still be
+                taken back.
         """
         if counts is not None and max(counts) == 1:
             counts = None
+        linear = _prepared_states(kvs, counts, follows_drafted)
         if self._looks_up:
-            logits = self._run_with_lookups(ids, kvs, counts)
+            logits = self._run_with_lookups(ids, kvs, counts, linear)
         else:
-            logits = self._run_with_addresses(ids, kvs, counts)
+            logits = self._run_with_addresses(ids, kvs, counts, linear)
         for kv, count in zip(kvs, _counts_or_ones(kvs, counts), strict=True):
             kv.num_run += count
         return logits
 
     def _run_with_addresses(
-        self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None
+        self,
+        ids: Tokens,
+        kvs: Sequence[OwnKV],
+        counts: Sequence[int] | None,
+        linear: RunStates | None,
     ) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
         parts = self._parts
@@ -158,18 +183,21 @@ class BatchRunner:
             layers.append(SequenceBuffers(keys, values, lengths, counts))
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
-        return forward(
-            parts, to_device(ids, parts.device), positions, None, attention, last_only=False
-        )
+        new_ids = to_device(ids, parts.device)
+        return forward(parts, new_ids, positions, None, attention, last_only=False, linear=linear)
 
     def _run_with_lookups(
-        self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None
+        self,
+        ids: Tokens,
+        kvs: Sequence[OwnKV],
+        counts: Sequence[int] | None,
+        linear: RunStates | None,
     ) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
         most_rows = max(kv.capacity for kv in kvs)
         most_new_tokens = _next_power_of_2(max(_counts_or_ones(kvs, counts)))
         if self._recorded is None or len(ids) > _SIZES[-1]:
-            step = _Step(self._parts, len(kvs), len(ids), most_new_tokens, most_rows)
+            step = _Step(self._parts, len(kvs), len(ids), most_new_tokens, most_rows, linear)
             step.take(ids, kvs, counts)
             return step.compute()
         shape = (
@@ -190,12 +218,20 @@ class _Step(Step):
         num_tokens: the largest number of tokens.
         most_new: the largest number of one answer's tokens, a power of 2.
         most_rows: the largest number of an answer's rows.
+        linear: computes a hybrid's linear attention in this pass.
     """
 
     def __init__(
-        self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int
+        self,
+        parts: ModelParts,
+        size: int,
+        num_tokens: int,
+        most_new: int,
+        most_rows: int,
+        linear: RunStates | None = None,
     ):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
+        self._linear = linear
         self._most_rows = most_rows
         self._most_new = most_new
         # In the order of `take`.
@@ -203,9 +239,9 @@ class _Step(Step):
             [num_tokens, size, size + 1]
         )
         # Addresses of every layer's keys and values, and their capacities.
-        self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
+        self._places = self._numbers.new_zeros(parts.num_kv_layers, 3, size)
         # How many rows a layer has less than an answer's longest one.
-        self._dropped = self._numbers.new_zeros(parts.num_layers, size)
+        self._dropped = self._numbers.new_zeros(parts.num_kv_layers, size)
         self._places_of: list[object] = []  # the buffers that they are the addresses of
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
@@ -244,7 +280,32 @@ class _Step(Step):
             for places, lengths_in_layer in zip(self._places, lengths, strict=True)
         ]
         attention = BatchAttention(self._parts.backend, tables)
-        return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
+        return forward(
+            self._parts,
+            self._ids,
+            self._positions,
+            None,
+            attention,
+            last_only=False,
+            linear=self._linear,
+        )
+
+
+def _prepared_states(
+    kvs: Sequence[OwnKV], counts: Sequence[int] | None, follows_drafted: bool
+) -> RunStates | None:
+    """Return the linear attention of a pass, with states prepared; None: the model has none."""
+    answers = []
+    for kv in kvs:
+        states = kv.states
+        if states is None:
+            return None
+        states.num_run = kv.num_run
+        if not follows_drafted:
+            states.num_certain = kv.num_run
+        states.prepare()
+        answers.append(states)
+    return RunStates(answers, _counts_or_ones(kvs, counts))
 
 
 def _buffers_by_layer(kvs: Sequence[OwnKV]) -> list[tuple[list[Tensor], list[Tensor]]]:

@@ -12,8 +12,9 @@ from ..kv.cache import ShardedCache, growing_layers, keep_of_last, kv_layers, wr
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.forward import LayerRows, run_layers
-from ..model.linear_attention import LinearStates
+from ..model.linear_attention import LinearAttention, LinearStates
 from ..model.parts import ModelParts
+from .answer_states import AnswerStates, RunStates
 from .dynamic_pruning import DynamicPruning
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
@@ -25,7 +26,7 @@ def forward(
     cache: Cache | None,
     attention: LayerAttention,
     last_only: bool,
-    states: LinearStates | None = None,
+    linear: LinearAttention | None = None,
 ) -> Tensor:
     """Run a language model on S tokens, append their KV to the cache, and return logits ``[S, V]``.
 
@@ -35,11 +36,11 @@ def forward(
         attention: computes the new tokens' attention. The model's own would copy the KV heads of
             grouped queries, and need a mask for several tokens.
         last_only: compute only the last token's logits, ``[1, V]``.
-        states: those of a hybrid's linear attention, which go on to the last of these tokens.
+        linear: computes a hybrid's linear attention of the new tokens.
     """
     rows = LayerRows(parts.embed_tokens(ids[None]), positions[None])
     with apbv_attention(parts.language_model):
-        hidden = run_layers(parts, rows, cache, attention, linear=states)
+        hidden = run_layers(parts, rows, cache, attention, linear=linear)
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 
 
@@ -53,7 +54,8 @@ class ModelRunner:
         parts: the model.
         cache: of the tokens before; it appends in place.
         hosts: the hosts over which the KV is sharded; None: it is all here.
-        states: those of a hybrid's linear attention, which are changed.
+        states: those of a hybrid's linear attention. :class:`LinearStates` are changed in place,
+            and cannot go back; with :class:`AnswerStates` no steps are captured.
         pruning: the attention of an answer that leaves out visual tokens; None: none are.
     """
 
@@ -62,7 +64,7 @@ class ModelRunner:
         parts: ModelParts,
         cache: Cache,
         hosts: HostGroup | None = None,
-        states: LinearStates | None = None,
+        states: LinearStates | AnswerStates | None = None,
         pruning: DynamicPruning | None = None,
     ):
         self._parts = parts
@@ -71,7 +73,8 @@ class ModelRunner:
         self._hosts = hosts
         self._states = states
         self._pruning = pruning
-        records = pruning is None and may_record(parts, hosts)
+        can_record = pruning is None and not isinstance(states, AnswerStates)
+        records = can_record and may_record(parts, hosts)
         self._recorded = RecordedSteps(parts) if records else None
         self._buffers: list[tuple[Tensor, Tensor] | None] = []  # of the recorded steps
 
@@ -110,7 +113,13 @@ class ModelRunner:
             attention = NewTokenAttention(parts.backend, there, self._hosts)
         new_ids = to_device(ids, device)
         places = to_device(positions, device)
-        return forward(parts, new_ids, places, self._cache, attention, last_only, self._states)
+        if not isinstance(self._states, AnswerStates):
+            return forward(parts, new_ids, places, self._cache, attention, last_only, self._states)
+        self._states.prepare()
+        linear = RunStates([self._states], [len(ids)])
+        logits = forward(parts, new_ids, places, self._cache, attention, last_only, linear)
+        self._states.num_run += len(ids)
+        return logits
 
     def _run_recorded(
         self,
@@ -138,9 +147,11 @@ class ModelRunner:
 
         num_masked = None if visible is None else visible.shape[1]
         shape = (count, last_only, num_masked)
+        states = self._states
+        assert not isinstance(states, AnswerStates), "their addresses change"
         logits = recorded.run(
             shape,
-            lambda: _Step(self._parts, self._cache, shape, self._states),
+            lambda: _Step(self._parts, self._cache, shape, states),
             ids,
             positions,
             visible,
@@ -218,7 +229,7 @@ class _Step(Step):
                 self._cache,
                 attention,
                 last_only=self._last_only,
-                states=self._states,
+                linear=self._states,
             )
 
 
@@ -232,9 +243,13 @@ class Decoder:
         kv: the prompt's KV, to which the new tokens' is appended.
         next_position: rotary position of the first new token.
         pruning: leaves out visual tokens of the prompt in every step; None: none are.
+        goes_back: whether tokens may be rolled back and others follow them, as with drafts.
 
     Attributes:
         cache: the cache that tokens are appended to; None on hosts that run nothing.
+        prompt_states: a hybrid's states of linear attention behind the prompt; None: the model has
+            none.
+        states: those behind the answer, where they can go back; else None.
         next_position: the rotary position of the next token.
         prunes: whether steps leave out visual tokens.
         runs_ahead: whether this process alone runs the model, on a GPU, where a step can then be
@@ -247,13 +262,22 @@ class Decoder:
         kv: PlacedKV,
         next_position: int,
         pruning: DynamicPruning | None = None,
+        goes_back: bool = False,
     ):
         self.next_position = next_position
         self.cache = kv.continued()
+        self.prompt_states = kv.states
+        self.states: AnswerStates | None = None
         self._runner = None
         if self.cache is not None:
-            states = None if kv.states is None else kv.states.copy()  # the prompt's stay
-            self._runner = ModelRunner(parts, self.cache, kv.attending, states, pruning)
+            in_place = None
+            if kv.states is not None and (goes_back or parts.device.type != "cuda"):
+                self.states = AnswerStates(kv.states)
+            elif kv.states is not None:
+                in_place = kv.states.copy()  # the prompt's stay
+            self._runner = ModelRunner(
+                parts, self.cache, kv.attending, self.states or in_place, pruning
+            )
         self.hosts = kv.hosts
         self.prunes = pruning is not None
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
@@ -290,6 +314,8 @@ class Decoder:
             positions = [first + depth for depth in depths]
         if self._runner is None:
             return None
+        if self.states is not None:
+            self.states.num_certain = self.states.num_run
         return self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
@@ -302,6 +328,9 @@ class Decoder:
         """
         if self.cache is not None and len(kept) < count:
             keep_of_last(self.cache, count, kept)
+        if self.states is not None:
+            assert list(kept) == list(range(len(kept))), "hybrids verify no trees"
+            self.states.num_run += len(kept) - count
         self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -210,18 +210,22 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     """
     # The KV of one token.
     assert engine.model is not None, "host 0 runs the model"
-    token_bytes = _token_bytes(engine.model)
+    token_bytes, answer_bytes = _bytes_of_answer(engine.model)
     if engine.draft_model is not None:
-        token_bytes += _token_bytes(engine.draft_model)
+        draft_token_bytes, draft_answer_bytes = _bytes_of_answer(engine.draft_model)
+        token_bytes += draft_token_bytes
+        answer_bytes += draft_answer_bytes
     speculate = engine.speculative_config
     if speculate is not None and STRATEGIES[speculate.strategy].facts.runs_target:
-        token_bytes *= 2  # at most as much of the prompt is copied for the draft
+        # At most as much of the prompt is copied for the draft.
+        token_bytes *= 2
+        answer_bytes *= 2
 
     # The KV of the longest request that must run.
     max_bytes = settings.max_kv_bytes
     assert max_bytes is not None, "the caller sets the default"
     num_tokens = settings.max_model_len or _FEWEST_TOKENS
-    required_bytes = (num_tokens + GROWTH_ROWS) * token_bytes
+    required_bytes = (num_tokens + GROWTH_ROWS) * token_bytes + answer_bytes
     if max_bytes < required_bytes:
         raise InvalidConfigError(
             f"the KV of {num_tokens} tokens takes up to {required_bytes / 2**20:.1f} MiB, but at "
@@ -231,6 +235,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         max_queue=settings.max_queue,
         max_kv_bytes=max_bytes,
         token_bytes=token_bytes,
+        answer_bytes=answer_bytes,
         spare_tokens=GROWTH_ROWS,
         max_running=settings.max_running,
         max_answers=1 if engine.batching_obstacle else None,
@@ -238,9 +243,15 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     )
 
 
-def _token_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a token's KV in all layers of a model."""
-    return DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize
+def _bytes_of_answer(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes of a token's KV in all layers of a model, and of an answer's states.
+
+    A hybrid's states are kept behind the prompt, behind the last token that certainly stays, and
+    behind the newest.
+    """
+    sizes = DecoderSizes.from_config(model.config)
+    itemsize = model.dtype.itemsize
+    return sizes.kv_token * itemsize, 3 * sizes.state_bytes(itemsize)
 
 
 class _Server(uvicorn.Server):

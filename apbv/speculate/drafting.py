@@ -16,11 +16,9 @@ from ..config import (
     SamplingParams,
     SpeculativeConfig,
 )
-from ..config.refusals import refuse
 from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.prompts.model_inputs import ModelInputs
-from ..model.families import hybrid_family
 from ..model.loading.load import load_model, require_loadable
 from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
@@ -32,6 +30,7 @@ from .strategies.table import (
     make_observer,
     reads,
     require_consistent,
+    require_drafts_of,
     require_same_tokens,
 )
 
@@ -109,7 +108,7 @@ class Drafting:
             raise InvalidConfigError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
         described = require_loadable(path, self._hosts.device)
-        refuse(hybrid=hybrid_family(described), drafting=self._config.strategy)
+        require_drafts_of(self._config, described)
         return path
 
     def load_model(
@@ -165,7 +164,7 @@ class Drafting:
         )
         for parts in models:
             if parts is not None and config is not None:
-                refuse(hybrid=hybrid_family(parts.model.config), drafting=config.strategy)
+                require_drafts_of(config, parts.model.config)
         # A draft host has to read requests itself.
         if config is None or config.draft_host:
             return models

@@ -19,7 +19,7 @@ from apbv.stats import StageTimer
 
 from apbv_tests.answers import plain_tokens
 from apbv_tests.families import TEXT_FAMILIES
-from apbv_tests.prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
+from apbv_tests.prompts import ALL_FAMILIES, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
 
 STEPS = 10
 GREEDY = SamplingParams(max_new_tokens=STEPS)
@@ -81,7 +81,7 @@ def alone(state, parts, sampling: SamplingParams = GREEDY) -> list[int]:
 
 
 @pytest.mark.shows("batches")
-@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_members_that_come_and_go_say_what_each_says_alone(family):
     parts = parts_of(family)
     batch = Batch(parts)

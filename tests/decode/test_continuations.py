@@ -7,7 +7,7 @@ from apbv import HostGroup, SamplingParams, prefill
 
 from apbv_tests.answers import plain_tokens
 from apbv_tests.configs import prefill_config
-from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES
+from apbv_tests.families import TEXT_FAMILIES
 from apbv_tests.prompts import (
     ALL_FAMILIES,
     UNCOMPRESSED,
@@ -28,36 +28,13 @@ def continuation_job(
     inputs = as_inputs(family, batch, query_start, hosts)
     state = prefill(model, inputs, hosts=hosts, config=config)
     assert state.method == method
-    handed_over = (
-        state.generate_inputs() if family not in HYBRID_FAMILIES else behind_the_first(state)
-    )
+    handed_over = state.generate_inputs()
     continued = [plain_tokens(state, model, SamplingParams(max_new_tokens=STEPS))]
     reset_rope(model)
     if handed_over:
         output = model.generate(**handed_over, max_new_tokens=STEPS, min_new_tokens=STEPS)
         continued.append(output[0, state.num_tokens :].tolist()[:STEPS])
     return continued
-
-
-def behind_the_first(state) -> dict:
-    """What ``generate`` takes to continue from a hybrid's KV: the prompt, and a token chosen from
-    the logits."""
-    cache = state.to_dynamic_cache()
-    if cache is None:
-        return {}
-    ids = torch.cat([state.inputs.input_ids, state.logits.argmax(dim=-1, keepdim=True)], dim=1)
-    positions = state.inputs.position_ids
-    positions = torch.cat(
-        [positions, torch.full_like(positions[..., :1], state.next_position)], dim=-1
-    )
-    if positions.dim() == 3:
-        positions = torch.cat([torch.arange(ids.shape[1])[None, None], positions])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": positions,
-        "past_key_values": cache,
-    }
 
 
 STEPS = 9

@@ -20,12 +20,14 @@ from apbv import (
     SpeculativeConfig,
     plan,
 )
-from apbv.errors import StorageError
+from apbv.errors import InvalidConfigError, StorageError
 from apbv.model.parts import inspect_model
 from apbv.prefilling import split_linear_attention
+from apbv.testing.simulated import simulate
 
 from apbv_tests import families
 from apbv_tests.answers import plain_tokens
+from apbv_tests.engines import build_engine
 from apbv_tests.oracle import DenseOracle, as_double, oracle_of, run_oracle, with_attention
 from apbv_tests.prompts import (
     UNCOMPRESSED,
@@ -218,24 +220,63 @@ def test_answers_about_videos_are_hugging_faces(pool, num_hosts, kv):
 
 
 def saving_job(hosts: HostGroup, path, family: str) -> list:
+    """The answer before, and those of loaded KV, with apbv's loop and with transformers'."""
     model = build(family, torch.float32)
     batch = text_batch(120)
     state = apbv.prefill(model, batch, hosts=hosts, config=PrefillConfig(kv="sharded"))
     before = plain_tokens(state, model, SamplingParams(max_new_tokens=6))
     state.save(path)
-    return before, [
-        plain_tokens(
-            apbv.load(path, model, hosts=hosts, kv=kv), model, SamplingParams(max_new_tokens=6)
-        )
-        for kv in ("gathered", "sharded", "gathered")
-    ]
+    after = []
+    for kv in ("gathered", "sharded", "gathered"):
+        loaded = apbv.load(path, model, hosts=hosts, kv=kv)
+        after.append(plain_tokens(loaded, model, SamplingParams(max_new_tokens=6)))
+    inputs = loaded.generate_inputs()
+    if inputs:
+        output = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6)
+        after.append(output[0, loaded.num_tokens :].tolist())
+    return before, after
 
 
 @pytest.mark.shows("KV on disk")
 @pytest.mark.parametrize("family", families.HYBRID_FAMILIES)
 def test_an_answer_continues_from_saved_states(pool, tmp_path, family):
-    for before, after in pool.run(2, saving_job, tmp_path / "kv", family):
-        assert after == [before] * 3
+    for host, (before, after) in enumerate(pool.run(2, saving_job, tmp_path / "kv", family)):
+        assert after == [before] * (4 if host == 0 else 3)
+
+
+def test_without_the_states_before_the_last_token_transformers_cannot_go_on():
+    """A ring shares the question out, too."""
+
+    def inputs_of(hosts: HostGroup) -> str:
+        config = PrefillConfig(method="zigzag_ring", passing_len=None)
+        state = apbv.prefill(
+            build("qwen3_next", torch.float32), text_batch(60), hosts=hosts, config=config
+        )
+        with pytest.raises(InvalidConfigError) as raised:
+            state.generate_inputs()
+        return str(raised.value)
+
+    for message in simulate(2, inputs_of):
+        assert "to_dynamic_cache()" in message
+
+
+def reuse_job(hosts: HostGroup, clip, reuse: ReuseConfig | None, settings: dict) -> list:
+    engine = build_engine(hosts, "qwen3_5", reuse=reuse, dtype=torch.float32, **settings)
+    answers = []
+    for question in ("What is it?", "Who are they, and why?", "Where?"):
+        answer = engine.generate(question, video=str(clip), num_frames=12, max_new_tokens=6)
+        answers.append((answer.token_ids, answer.stats["reused"]))
+    return answers
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (2, "gathered"), (3, "sharded")])
+def test_a_further_question_goes_on_from_the_states_before_the_first(pool, clip, num_hosts, kv):
+    settings = {"kv": kv, "passing_len": UNCOMPRESSED}
+    (plain,) = pool.run(1, reuse_job, clip, None, {**settings, "kv": "gathered"})
+    reuse = ReuseConfig(mode="kv")
+    for answers in pool.run(num_hosts, reuse_job, clip, reuse, settings):
+        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
+        assert [reused for _, reused in answers] == [None, "kv", "kv"]
 
 
 def test_saved_states_of_another_model_are_not_read(tmp_path):
@@ -250,31 +291,26 @@ def test_saved_states_of_another_model_are_not_read(tmp_path):
 def test_what_hybrids_cannot_do_is_refused(checkpoints):
     path = checkpoints("qwen3_5")
     hosts = HostGroup.single("cpu")
-    ngram = SpeculativeConfig(strategy="ngram")
-    kv = ReuseConfig(mode="kv")
     model = build("qwen3_5", torch.float32)
     processor = families.build_processor("qwen3_5")
-    for settings, message in (
-        ({"speculate": ngram}, "ngram rolls back rejected tokens, which"),
-        ({"reuse": kv}, "use reuse='exact'"),
+    for strategy, message in (
+        ("sd_tree", "reads one token after the other, and no branches"),
+        ("tabed", "pads the contexts of its draft"),
     ):
-        with pytest.raises(ValueError, match=message):
+        settings = {"speculate": SpeculativeConfig(strategy=strategy, draft_model=str(path))}
+        with pytest.raises(InvalidConfigError, match=message):
             Engine.from_pretrained(path, hosts=hosts, **settings)
-        with pytest.raises(ValueError, match=message):
-            Engine(model, processor, hosts, **settings)
-    for settings, message in (
-        ({"speculate": ngram}, "rolls back rejected tokens"),
-        ({"tensor_parallel": 2}, "does not split the linear attention of qwen3_5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan(path, num_frames=8, **settings)
+        with pytest.raises(InvalidConfigError, match=message):
+            Engine(model, processor, hosts, **settings, draft=model)
+    with pytest.raises(InvalidConfigError, match="does not split the linear attention of qwen3_5"):
+        plan(path, num_frames=8, tensor_parallel=2)
     state = apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts)
-    with pytest.raises(ValueError, match="to_dynamic_cache"):
-        state.generate_inputs()
-    with pytest.raises(ValueError, match=r"offer\(\) runs the prompt"):
+    with pytest.raises(
+        InvalidConfigError, match=r"offer\(\) transfers keys and values, but no states"
+    ):
         PrefillResult.offer(state, None)
     engine = Engine(model, processor, hosts)
-    assert "linear attention" in engine.batching_obstacle
+    assert engine.batching_obstacle is None
     questions = [
         {"prompt": "What?", "context": "word " * 30},
         {"prompt": "Who?", "context": "word " * 20},

@@ -243,6 +243,8 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
             itemsize=2,
             device=parts.device,
             by_layer=by_layer,
+            asks_apart=METHODS[state.method].asks_apart(config),
+            question_start=state.inputs.query_start,
         )
 
     return simulate(num_hosts, job)

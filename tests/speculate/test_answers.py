@@ -77,6 +77,12 @@ SHARED += [
     {"strategy": "streaming", "num_tree_nodes": 12},
 ]
 SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
+CHAINS = [{"strategy": name} for name in ("vanilla", "hippo", "parallelvlm", "std", "ngram")]
+CHAINS += [
+    {"strategy": "specvlm", "keep_ratio": 0.3, "prune": "kv"},
+    {"strategy": "streaming", "keep_ratio": 0.3},
+    {"strategy": "layerskip", "layer_ratio": 0.3},
+]
 OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed", "layerskip", "streaming")]
 CASES = {
     "one host": ("qwen2_5_vl", 1, "gathered", SEEN, "video"),
@@ -88,6 +94,10 @@ CASES = {
     "a text": ("llama", 2, "sharded", OF_TEXT, "text"),
     "too short to be split": ("llama", 2, "gathered", OF_TEXT[1:], "nothing"),
     "an image": ("qwen2_5_vl", 2, "gathered", OF_TEXT, "image"),
+    "a hybrid": ("qwen3_5", 1, "gathered", CHAINS, "video"),
+    "a hybrid's shares": ("qwen3_5", 2, "sharded", CHAINS, "video"),
+    "a hybrid with experts": ("qwen3_5_moe", 3, "gathered", CHAINS[:4], "penalised"),
+    "a hybrid's text": ("qwen3_next", 2, "gathered", CHAINS[:5], "text"),
 }
 
 

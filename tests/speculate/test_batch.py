@@ -20,7 +20,7 @@ from apbv.model.parts import inspect_model
 from apbv.request.request import Question, Request, RequestSettings
 from apbv.request.sink import StopFunction
 from apbv.speculate.drafters.draft import Draft
-from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter, ReadPrompt
 from apbv.speculate.loops.pace import Pace
 from apbv.speculate.loops.serial import generate_speculatively
 from apbv.speculate.loops.speculative_batch import SpeculativeBatch
@@ -127,7 +127,7 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
         False,
         state.inputs.input_ids,
     )
-    return Draft(ModelDrafter(parts, cache, *settings), 0)
+    return Draft(ModelDrafter(parts, ReadPrompt(cache), *settings), 0)
 
 
 @cache
@@ -141,7 +141,7 @@ def alone(kind: str, number: int, sampling: SamplingParams) -> list[int]:
     answer = answer_by(decoder_behind(state_of(number), parts_of()), prefilled(number), sampling)
     draft = draft_of(kind, number, sampling)
     if kind == "own KV":
-        draft.drafter.newest_kv = answer.decoder.newest_kv
+        draft.drafter.target = answer.decoder
     return generate_speculatively(answer, draft.drafter, Pace(GAMMA))[0]
 
 

@@ -12,7 +12,7 @@ from apbv.kv.placement import GatheredKV, ShardedKV
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
 from apbv.runner.decoder import Decoder
-from apbv.speculate.drafters.drafters import ModelDrafter
+from apbv.speculate.drafters.drafters import ModelDrafter, ReadPrompt
 
 from apbv_tests.configs import speculative_config
 from apbv_tests.engines import QUESTION, build_engine
@@ -67,7 +67,7 @@ def verified_job(hosts: HostGroup, strategy: str, kv: str, num_nodes: int | None
             parts.vocab_size,
             bool(num_nodes),
         )
-        fresh = ModelDrafter(parts, seen, position, length, *settings)
+        fresh = ModelDrafter(parts, ReadPrompt(seen), position, length, *settings)
         expected.append(fresh.propose(tokens[-1:], tree))
     return figures, [proposal for *_, proposal in proposed], expected
 

@@ -40,7 +40,7 @@ def scripted(answer: list[int], pattern, fail_after: int | None = None):
 
     numbers = count()
 
-    def stream(sequence):
+    def stream(sequence, num_verified):
         said = list(sequence[1:])
         for place in range(100):
             if next(numbers) == fail_after:
@@ -273,7 +273,7 @@ def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
     target, draft = links(4)
     verdicts = iter([GO_ON, GO_ON, DONE])
 
-    def stream(sequence):
+    def stream(sequence, num_verified):
         for place in range(100):
             if place == 2:  # the target judges each window while its third token is written
                 target.send_verdict(next(verdicts), len(sequence) - 1, 7)
@@ -291,7 +291,7 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
     model.seed = seed
     model.said = []
 
-    def stream(sequence):  # the prompt's last token is 0, as for the target
+    def stream(sequence, num_verified):  # the prompt's last token is 0, as for the target
         said = list(sequence)
         while True:
             proposal = model.propose(said, Tree.chain(1), index=len(said) - 1)

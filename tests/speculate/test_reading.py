@@ -14,7 +14,7 @@ from apbv.config import SamplingParams
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encoding.vision import encode_visual
 from apbv.speculate.drafters.draft import prefill_draft
-from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter, Proposal
+from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter, Proposal, ReadPrompt
 from apbv.speculate.drafters.tree import Tree
 from apbv.speculate.strategies import builders
 
@@ -46,7 +46,9 @@ def test_a_draft_says_nothing_that_the_target_cannot_read():
     model = families.build_model("llama", dtype=torch.float64)
     parts = inspect_model(model)
     cache = model(input_ids=torch.arange(20)[None]).past_key_values
-    drafter = ModelDrafter(parts, cache, 20, 20, SamplingParams(temperature=1.0), vocab_size=12)
+    drafter = ModelDrafter(
+        parts, ReadPrompt(cache), 20, 20, SamplingParams(temperature=1.0), vocab_size=12
+    )
     proposal = drafter.propose([5, parts.vocab_size + 3], Tree.chain(30))
     assert max(proposal.tokens) < 12 and proposal.q.shape == (30, 12)
     assert cache.get_seq_length() == 20 + 2 + 29
@@ -124,10 +126,10 @@ def kept_job(hosts: HostGroup, batch: dict, kept: torch.Tensor):
     """What a draft has of a prompt of which it sees these visual tokens."""
     parts = inspect_model(families.build_model(OMNI, dtype=torch.float64))
     inputs = ModelInputs.from_processor(parts, batch, hosts)
-    cache = prefill_draft(parts, inputs, kept, hosts, encode_visual(parts, inputs.visual))
-    if cache is None:
+    prompt = prefill_draft(parts, inputs, kept, hosts, encode_visual(parts, inputs.visual))
+    if prompt is None:
         return None
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return [(layer.keys, layer.values) for layer in prompt.cache.layers]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.kernels import reference
 from apbv.model.parts import inspect_model
-from apbv.speculate.drafters.drafters import ModelDrafter
+from apbv.speculate.drafters.drafters import ModelDrafter, ReadPrompt
 from apbv.speculate.drafters.tree import Tree
 from apbv.speculate.loops.pace import Pace
 from apbv.speculate.loops.serial import generate_speculatively
@@ -80,10 +80,10 @@ def test_the_reference_is_masked_attention():
 class Checked(ModelDrafter):
     """Compares what it proposes with what a drafter without a past would."""
 
-    def __init__(self, parts, cache, *args):
-        self._fresh = lambda: ModelDrafter(parts, copy.deepcopy(prompt), *args, drafts_trees=True)
-        prompt = copy.deepcopy(cache)
-        super().__init__(parts, cache, *args, drafts_trees=True)
+    def __init__(self, parts, prompt, *args):
+        kept = copy.deepcopy(prompt)
+        self._fresh = lambda: ModelDrafter(parts, copy.deepcopy(kept), *args, drafts_trees=True)
+        super().__init__(parts, prompt, *args, drafts_trees=True)
 
     def propose(self, tokens, tree):
         proposed = super().propose(tokens, tree)
@@ -111,7 +111,8 @@ def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     _, drafts, look = fresh(draft, batch=batch, query_start=query_start)
     expected = generate_tokens(answer_by(*plain[:2], config))
     length = look().get_seq_length()
-    drafter = Checked(inspect_model(draft), look(), drafts.next_position, length, config, 256)
+    prompt = ReadPrompt(look())
+    drafter = Checked(inspect_model(draft), prompt, drafts.next_position, length, config, 256)
     tokens, stats = generate_speculatively(
         answer_by(*by_tree[:2], config), drafter, Pace(TREE.depth), TREE
     )

@@ -11,7 +11,7 @@ from ...config.refusals import refuse
 from ...device.copies import to_device
 from ...errors import InvalidRequestError
 from ..cache import first_tokens, kv_layers
-from .prefilled import PrefilledKV, hybrid_name
+from .prefilled import PrefilledKV
 
 
 class HandoffCache(DynamicCache):
@@ -64,8 +64,12 @@ def generate_inputs(prefilled: PrefilledKV) -> dict[str, Any]:
 
     See :meth:`apbv.PrefillResult.generate_inputs`.
     """
-    refuse(handing_over="generate_inputs()", hybrid=hybrid_name(prefilled))
-    cache = to_dynamic_cache(prefilled, host=0)
+    states = prefilled.kv.states
+    refuse(
+        continuing="generate_inputs()",
+        last_token_lost=states is not None and states.before_last is None,
+    )
+    cache = prefilled.kv.to_dynamic_cache(0)
     if cache is None:
         return {}
     device = kv_layers(cache)[0].keys.device
@@ -78,9 +82,13 @@ def generate_inputs(prefilled: PrefilledKV) -> dict[str, Any]:
         position_ids = torch.cat([text_positions, position_ids])
     # generate() runs the last token itself.
     num_handed = num_tokens - 1
+    handed = first_tokens(cache, num_handed, HandoffCache(num_handed))
+    if states is not None:
+        assert states.before_last is not None  # checked above
+        handed = states.before_last.among(handed, HandoffCache(num_handed))
     return {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
         "position_ids": position_ids,
-        CACHE_ARGUMENT: first_tokens(cache, num_handed, HandoffCache(num_handed)),
+        CACHE_ARGUMENT: handed,
     }

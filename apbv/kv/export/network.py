@@ -15,8 +15,8 @@ def offer(prefilled: PrefilledKV, offers: Offers) -> Ticket | None:
     refuse(
         handing_over="offer()",
         reduction=None if prefilled.reduction is None else prefilled.reduction.method,
-        hybrid=hybrid_name(prefilled),
     )
+    refuse(offering="offer()", hybrid=hybrid_name(prefilled))
     names = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
     transfer, token = hosts.broadcast_bytes(names).decode().split()
     try:

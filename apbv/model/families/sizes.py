@@ -50,6 +50,16 @@ class LinearSizes:
         """Count the last inputs of a layer's convolution."""
         return self.channels * self.kernel
 
+    def layer_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a layer's states.
+
+        These are the rule's state in fp32, and the convolution's last inputs.
+
+        Args:
+            itemsize: bytes of a number of the model's dtype.
+        """
+        return 4 * self.state + self.last_inputs * itemsize
+
     @classmethod
     def from_config(cls, text: PreTrainedConfig) -> "LinearSizes | None":
         """Read the sizes from a text model's config; None if all of its layers have attention."""
@@ -143,6 +153,13 @@ class DecoderSizes:
             linear=LinearSizes.from_config(text),
             **others,
         )
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all layers' states of linear attention behind a token; 0: no layer
+        has any."""
+        if self.linear is None:
+            return 0
+        return len(self.linear.layers) * self.linear.layer_bytes(itemsize)
 
     @property
     def kv_token(self) -> int:

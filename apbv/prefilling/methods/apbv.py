@@ -62,7 +62,7 @@ class ApbvMethod(PrefillMethod):
         layout = self.layout
         hosts = self.hosts
         config = self.config
-        self.separate_query = not config.ablation.fused_query
+        self.separate_query = self.asks_apart(config)
         blocks = layout.virtual_hosts(hosts.rank)
         # The places of the anchor that each host computes. Of this host's, all rows, and those
         # whose KV it keeps.
@@ -106,6 +106,10 @@ class ApbvMethod(PrefillMethod):
         if not config.anchor_query:
             return layout
         return with_question_in_anchor(layout, context_start, config.anchor_len)
+
+    @classmethod
+    def asks_apart(cls, config: PrefillConfig) -> bool:
+        return not cls.in_force(config).ablation.fused_query
 
     @classmethod
     def gathers_by_layer(cls, config: PrefillConfig) -> bool:

@@ -137,6 +137,11 @@ class PrefillMethod(ABC):
         return config.kv == "gathered" and config.ablation.overlap
 
     @classmethod
+    def asks_apart(cls, config: PrefillConfig) -> bool:
+        """Return whether the query runs in a second forward pass: :attr:`separate_query`."""
+        return cls.separate_query
+
+    @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
         """Return why a layout's anchor and passing lengths may cost accuracy; None: they may not.
 

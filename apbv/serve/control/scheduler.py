@@ -46,6 +46,7 @@ class Limits:
             prefills included, and of prompts that wait to be fetched. Of the latter all bytes count
             on every host: no host holds more.
         token_bytes: the KV of one token, in all layers.
+        answer_bytes: what an answer holds beside its KV: a hybrid's states of linear attention.
         spare_tokens: the most tokens that an answer's KV has room for beyond its own.
         max_running: how many answers each host may decode at once; None: as many as the KV allows.
         max_answers: how many answers a request may ask for; None: as many as may run at once.
@@ -56,6 +57,7 @@ class Limits:
     max_queue: int
     max_kv_bytes: int
     token_bytes: int
+    answer_bytes: int = 0
     spare_tokens: int = 0
     max_running: int | None = None
     max_answers: int | None = None
@@ -64,7 +66,7 @@ class Limits:
     @property
     def max_tokens(self) -> int:
         """The most tokens of a prompt and its answer that can ever run."""
-        return self.max_kv_bytes // self.token_bytes - self.spare_tokens
+        return (self.max_kv_bytes - self.answer_bytes) // self.token_bytes - self.spare_tokens
 
     def bytes_of(self, order: WorkOrder, num_tokens: int) -> int:
         """Return the maximum KV bytes of a prompt with this many tokens and its answers.
@@ -78,7 +80,7 @@ class Limits:
             assert max_new_tokens is not None, "the reader sets the limit of every order"
             answer = max_new_tokens + self.spare_tokens
         count = order.reply.num_answers
-        num_bytes = count * (num_tokens + answer) * self.token_bytes
+        num_bytes = count * ((num_tokens + answer) * self.token_bytes + self.answer_bytes)
         most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
         if count > 1 and num_bytes > self.max_kv_bytes:
             most = min(most, self.max_kv_bytes * count // num_bytes)

@@ -17,11 +17,12 @@ from ...input.prompts.model_inputs import ModelInputs
 from ...input.prompts.visual import VisualInput
 from ...model.attention import CausalAttention, apbv_attention
 from ...model.forward import run_layers
+from ...model.linear_attention import LinearStates
 from ...model.parts import ModelParts
 from ...prefilling.encoding.audio import encode_audio
 from ...prefilling.encoding.placeholder_exchange import PlaceholderRows
 from ...prefilling.result import PrefillResult
-from .drafters import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter, ReadPrompt
 
 
 @torch.no_grad()
@@ -32,7 +33,8 @@ def prefill_draft(
     hosts: HostGroup,
     rows: Tensor | None,
     decode_host: int = 0,
-) -> DynamicCache | None:
+    leaves_last: bool = False,
+) -> ReadPrompt | None:
     """Draft prefill on text, audio and some of the visual tokens, on one host; collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is
@@ -46,12 +48,15 @@ def prefill_draft(
             every host.
         rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
         decode_host: the host that drafts.
+        leaves_last: whether the prompt's last token is not read.
 
     Returns:
-        The KV of the text, the sound and the kept visual tokens on that host, None elsewhere.
+        What that host has of the text, the sound and the kept visual tokens; None elsewhere.
     """
     is_visual = parts.is_visual(inputs.input_ids[0])
     text = (~is_visual).nonzero().flatten()
+    if leaves_last:  # it is text
+        text = text[:-1]
     visual = is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
 
@@ -96,8 +101,8 @@ def run_prompt(
     input_ids: Tensor,
     position_ids: Tensor,
     merged: PlaceholderRows | None = None,
-) -> DynamicCache:
-    """Run a model over a prompt ``[1, n]``, and return its KV.
+) -> ReadPrompt:
+    """Run a model over a prompt ``[1, n]``, and return its KV and states.
 
     Args:
         merged: the rows in place of visual and audio tokens; None for a text.
@@ -105,13 +110,16 @@ def run_prompt(
     if merged is None:
         merged = PlaceholderRows()
     cache = DynamicCache()
+    states = None
+    if parts.sizes.linear is not None:
+        states = LinearStates(parts.sizes.linear.layers)
     rows = merged.merge_into(parts, input_ids, position_ids)
     with (
         apbv_attention(parts.language_model),
         parts.rotary_of_prompt(int(position_ids.max()) + 1),
     ):
-        run_layers(parts, rows, cache, CausalAttention(parts.backend))
-    return cache
+        run_layers(parts, rows, cache, CausalAttention(parts.backend), linear=states)
+    return ReadPrompt(cache, states)
 
 
 @dataclass(frozen=True)
@@ -203,24 +211,23 @@ class DraftTask:
         return min(num_visual, max(1, count))
 
     def drafter(
-        self, parts: ModelParts, cache: DynamicCache | None, next_position: int | None = None
+        self, parts: ModelParts, prompt: ReadPrompt | None, next_position: int | None = None
     ) -> ModelDrafter | None:
-        """Return a drafter that continues from a cache; None if there is no cache.
+        """Return a drafter that continues a prompt; None if this host has not read it.
 
         Args:
-            next_position: rotary position after the prompt; the target's by default.
+            next_position: rotary position after the whole prompt; the target's by default.
         """
-        if cache is None:
+        if prompt is None:
             return None
         position = self.inputs.next_position if next_position is None else next_position
         length = self.inputs.num_tokens
         if self.leave_last:
-            cache.crop(-1)
             position -= 1
             length -= 1
         return ModelDrafter(
             parts,
-            cache,
+            prompt,
             position,
             length,
             self.sampling,

@@ -5,8 +5,9 @@ that it has already computed for them, and rolls the rest back. There is thus no
 accepted tokens that could be wrong.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from ...decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
 from ...device.copies import to_device
 from ...kv.cache import appending_in_place, keep_of_last, kv_layers
 from ...kv.select import select_kv
+from ...model.linear_attention import LinearStates
 from ...model.parts import ModelParts
-from ...runner.decoder import ModelRunner
+from ...runner.answer_states import AnswerStates
+from ...runner.decoder import Decoder, ModelRunner
 from .tree import Tree
 
-# Returns the target's KV of a number of last tokens; see Decoder.newest_kv.
-NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 _LONGEST_NGRAM = 3  # the number of tokens that are looked up first; then fewer
 
 
@@ -78,8 +79,15 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with its distribution ``[Vq]``; None if it was not drawn."""
+    def stream(
+        self, tokens: Sequence[int], num_verified: int | None = None
+    ) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield drafted tokens, each with its distribution ``[Vq]``; None if it was not drawn.
+
+        Args:
+            tokens: all tokens since the prompt, drafted ones included.
+            num_verified: how many of them, the first, are verified; None: all.
+        """
         raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
@@ -88,6 +96,18 @@ class Drafter:
         By default nothing is learnt. The first new token, which the prefill chose, is never among
         them. Only with sequential drafting.
         """
+
+
+class ReadPrompt(NamedTuple):
+    """What a model that drafts has of a prompt that it has read.
+
+    Attributes:
+        cache: the KV, a plain transformers cache.
+        states: a hybrid's states of linear attention behind it; None: the model has none.
+    """
+
+    cache: DynamicCache
+    states: LinearStates | None = None
 
 
 class ModelDrafter(Drafter):
@@ -99,13 +119,17 @@ class ModelDrafter(Drafter):
 
     Attributes:
         parts, cache, vocab_size: see below.
+        prompt_states: a hybrid's states of linear attention behind the prompt; None: the model has
+            none.
+        states: those behind the new tokens.
         position: the rotary position of the first new token.
-        newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV
-            of verified tokens, which replaces this drafter's own (STD: dense KV for sparse).
+        target: if the draft is the target itself on less of the prompt, the target's decoder: its
+            KV of verified tokens, and its states, replace this drafter's own (STD: dense KV for
+            sparse).
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
-        cache: plain transformers cache of the prompt. New tokens are appended and rolled back; the
+        prompt: its KV and states behind the prompt. New tokens are appended and rolled back; the
             prompt's KV stays.
         next_position: rotary position of the first new token, which may exceed the number of cached
             tokens.
@@ -122,7 +146,7 @@ class ModelDrafter(Drafter):
     def __init__(
         self,
         parts: ModelParts,
-        cache: DynamicCache,
+        prompt: ReadPrompt,
         next_position: int,
         prompt_len: int,
         config: SamplingParams,
@@ -133,7 +157,9 @@ class ModelDrafter(Drafter):
         self.parts = parts
         self.position = next_position
         self._drafts_trees = drafts_trees
-        self._continue(cache)
+        self.prompt_states = prompt.states
+        self.states = None if prompt.states is None else AnswerStates(prompt.states)
+        self._continue(prompt.cache)
         self._prompt_len = prompt_len
         self._config = config
         self.vocab_size = vocab_size
@@ -152,7 +178,7 @@ class ModelDrafter(Drafter):
         self._drafted = [-1]
         # The nodes of the last tree whose KV follows that of these tokens.
         self._nodes_in_cache: list[int] = []
-        self.newest_kv: NewestKV | None = None
+        self.target: Decoder | None = None
         self._num_replaced = 0
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
@@ -245,10 +271,11 @@ class ModelDrafter(Drafter):
     def _indices(self, numbers: list[int]) -> Tensor:
         return to_device(numbers, self.parts.device)
 
-    def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with its distribution ``[Vq]``; None if it was not drawn."""
+    def stream(
+        self, tokens: Sequence[int], num_verified: int | None = None
+    ) -> Iterator[tuple[int, Tensor | None]]:
         sequence = list(tokens)
-        missing = self._roll_back(tokens)
+        missing = self._roll_back(tokens, num_verified)
         while True:
             choice, distribution = self._next(missing, sequence)
             self._cached = sequence[: self._num_cached]
@@ -267,7 +294,7 @@ class ModelDrafter(Drafter):
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
         self.cache = appending_in_place(cache)
-        self._runner = ModelRunner(self.parts, self.cache)
+        self._runner = ModelRunner(self.parts, self.cache, states=self.states)
 
     def _next(
         self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
@@ -304,8 +331,11 @@ class ModelDrafter(Drafter):
         logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
         return logits[:, : self.vocab_size]
 
-    def _roll_back(self, tokens: Sequence[int]) -> list[int]:
+    def _roll_back(self, tokens: Sequence[int], num_verified: int | None = None) -> list[int]:
         """Roll back rejected tokens, and at least the last token, whose logits are needed.
+
+        Args:
+            num_verified: how many of the tokens are never rolled back; None: all.
 
         Returns:
             The tokens that the cache lacks then.
@@ -328,25 +358,31 @@ class ModelDrafter(Drafter):
         accepted_tokens = [self._drafted[node] for node in accepted_nodes]
         self._cached = [*self._cached[:num_common], *accepted_tokens]
 
-        if self.newest_kv is not None:
-            self._take_newest_kv(known, self.newest_kv)
+        if self.states is not None:
+            self.states.num_run = len(self._cached)
+            self.states.num_certain = len(tokens) if num_verified is None else num_verified
+        if self.target is not None:
+            self._take_newest_kv(known, self.target)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
 
-    def _take_newest_kv(self, known: Sequence[int], newest_kv: NewestKV) -> None:
-        """Replace this drafter's KV of verified tokens by the target's.
+    def _take_newest_kv(self, known: Sequence[int], target: Decoder) -> None:
+        """Replace this drafter's KV of verified tokens, and its states, by the target's.
 
         Args:
             known: the tokens whose KV the target has.
-            newest_kv: returns it.
+            target: has them.
         """
         if len(self._cached) > self._num_replaced:
             self.cache.crop(self._num_replaced - len(self._cached))
-        layers = newest_kv(len(known) - self._num_replaced)
+        layers = target.newest_kv(len(known) - self._num_replaced)
         for index, (keys, values) in enumerate(layers):
             self.cache.update(keys, values, index)
         self._cached = list(known)
         self._num_replaced = len(known)
+        if self.states is not None:
+            assert target.states is not None, "the target is this model"
+            self.states.take_over(target.states)
 
     def _accepted(self, following: Sequence[int]) -> list[int]:
         """Return the cached nodes, from the last tree's root on, that have these tokens."""

@@ -69,7 +69,7 @@ class ParallelSpeculation(DecodeLoop):
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
             if observer is not None:
                 pair.send_scores(observer.result())
-            answer = begin_answer(self._target, state, request)
+            answer = begin_answer(self._target, state, request, goes_back=True)
             pace = Pace(config.most_draft_tokens, config.ablation.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**config.shared, **stats.summary(len(tokens))}

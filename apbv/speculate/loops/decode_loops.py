@@ -100,7 +100,7 @@ class SequentialSpeculation(DecodeLoop):
         begun = self.begin(request, prefiller)
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            answer = begin_answer(self._target, begun.state, request)
+            answer = begin_answer(self._target, begun.state, request, goes_back=True)
             stats = self._decode(begun.own_draft, answer)
         summary = stats.summary(len(answer.tokens))
         decoded = DecodedAnswer(answer.tokens, answer.logprobs, summary)
@@ -179,7 +179,7 @@ class SequentialSpeculation(DecodeLoop):
         """Decode an answer; return the statistics of its draft."""
         config = self._config
         if draft.runs(self._target):
-            draft.model_drafter.newest_kv = answer.decoder.newest_kv
+            draft.model_drafter.target = answer.decoder
         pace = Pace(config.num_draft_tokens, config.ablation.keep_losing_draft)
         _, stats = generate_speculatively(answer, draft.drafter, pace, self._tree)
         return stats

@@ -305,6 +305,7 @@ def draft_beside(
     windows = []
     drafts = True
     code = GO_ON
+    num_certain = 1  # tokens of the sequence that the target has verified
     while code != DONE:
         successor = draft.successor
         is_provisional = successor is not None
@@ -314,7 +315,7 @@ def draft_beside(
         if drafts:
             with record.section("draft"):
                 try:
-                    for token, row in draft.own_drafter.stream(sequence):
+                    for token, row in draft.own_drafter.stream(sequence, num_certain):
                         window.append(token)
                         if row is not None:
                             rows.append(row)
@@ -341,6 +342,7 @@ def draft_beside(
             verdict = link.expect_verdict()
         with record.section("idle"):
             code, num_verified, token = verdict.wait().tolist()
+        num_certain = 1 + num_verified
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_verified], token]
         if code == ALONE:

@@ -250,7 +250,8 @@ class SpeculativeBatch(Batch):
             if not isinstance(drafter, ModelDrafter):
                 continue
             try:
-                kv = self._own(growing_layers(drafter.cache), drafter.position)
+                layers = growing_layers(drafter.cache)
+                kv = self._own(layers, drafter.position, drafter.prompt_states)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.drop_draft(str(error))
             else:
@@ -444,7 +445,9 @@ def _draft_levels(
             logits = _run_missing(runner, members)
         else:
             previous = levels[-1].choice.tokens
-            logits = runner.run(previous[: len(drafting)], kvs[: len(drafting)])
+            logits = runner.run(
+                previous[: len(drafting)], kvs[: len(drafting)], follows_drafted=True
+            )
         answers = [member.answer for member in drafting]
         logits = _penalised(logits[:, :vocab_size], answers, levels)
         samplings = [answer.sampling for answer in answers]

@@ -10,7 +10,7 @@ from ...config import KEEP_FACTS, HippoConfig, LayerSkipConfig, TabedConfig
 from ...prefilling.encoding.vision import encode_visual
 from ...prefilling.reduction.choosing import keep_best, keep_even
 from ..drafters.draft import Draft, DraftTask, Successor, prefill_draft, run_prompt
-from ..drafters.drafters import Drafter, NgramDrafter
+from ..drafters.drafters import Drafter, NgramDrafter, ReadPrompt
 from .ensemble import EnsembleDrafter, read_contexts
 from .frame_selection import keep_from_frames
 from .hippo import local_semantics, with_relevance
@@ -64,8 +64,10 @@ def draft_by_model(task: DraftTask) -> Draft:
 def _draft_on_tokens(task: DraftTask, rows: Tensor | None, kept: Tensor) -> Draft:
     """Draft prefill on all text and these visual tokens."""
     parts = task.draft_parts
-    cache = prefill_draft(parts, task.inputs, kept, task.hosts, rows, task.decode_host)
-    return Draft(task.drafter(parts, cache), len(kept), kept)
+    prompt = prefill_draft(
+        parts, task.inputs, kept, task.hosts, rows, task.decode_host, task.leave_last
+    )
+    return Draft(task.drafter(parts, prompt), len(kept), kept)
 
 
 def _prune_kv(task: DraftTask, rows: Tensor | None, draft: Draft) -> Draft:
@@ -85,18 +87,21 @@ def draft_text_only(task: DraftTask) -> Draft:
     nothing = torch.empty(0, dtype=torch.long)
     parts = task.draft_parts
     if parts.sees or not task.target.sees:
-        cache = prefill_draft(parts, task.inputs, nothing, task.hosts, None, task.decode_host)
-        return Draft(task.drafter(parts, cache), 0, nothing)
+        prompt = prefill_draft(
+            parts, task.inputs, nothing, task.hosts, None, task.decode_host, task.leave_last
+        )
+        return Draft(task.drafter(parts, prompt), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as
     # a whole prompt.
     text = task.text_ids[None]
     # As ModelDrafter does for tokens outside its vocabulary.
     text = text.where(text < parts.vocab_size, 0)
+    assert not task.leave_last, "on a draft host the draft reads the target's prompts"
     num_tokens = text.shape[1]
-    cache = None
+    prompt = None
     if task.is_decode_host:
-        cache = run_prompt(parts, text, torch.arange(num_tokens)[None])
-    return Draft(task.drafter(parts, cache, next_position=num_tokens), 0, nothing)
+        prompt = run_prompt(parts, text, torch.arange(num_tokens)[None])
+    return Draft(task.drafter(parts, prompt, next_position=num_tokens), 0, nothing)
 
 
 def draft_by_ensemble(task: DraftTask) -> Draft:
@@ -124,7 +129,7 @@ def draft_on_attended_kv(task: DraftTask) -> Draft:
         best = [scores.topk(count, dim=1).indices for scores in task.read_scores()]
     else:
         nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
-        best = [nothing] * task.target.num_layers
+        best = [nothing] * task.target.num_kv_layers
     return Draft(_own_kv_drafter(task, best), count)
 
 
@@ -136,7 +141,7 @@ def draft_on_latest_kv(task: DraftTask) -> Draft:
     num_visual = task.inputs.num_visual_tokens
     latest = torch.arange(num_visual - min(task.num_kept, num_visual), num_visual)
     of_every_head = latest.expand(task.target.num_kv_heads, -1)
-    drafter = _own_kv_drafter(task, [of_every_head] * task.target.num_layers)
+    drafter = _own_kv_drafter(task, [of_every_head] * task.target.num_kv_layers)
     return Draft(drafter, len(latest), latest)
 
 
@@ -144,7 +149,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
     """Return a drafter that is the target on all text and some visual tokens.
 
     Args:
-        visual: for each layer and KV head the visual tokens, by number, ``[Hkv, T]``.
+        visual: for each layer of KV, and each head, the visual tokens by number, ``[Hkv, T]``.
     """
     visual_tokens = task.is_visual.nonzero().flatten()
     text_tokens = (~task.is_visual).nonzero().flatten().expand(task.target.num_kv_heads, -1)
@@ -152,7 +157,10 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
     for numbers in visual:
         tokens = torch.cat([text_tokens, visual_tokens[numbers]], dim=1)
         chosen.append(tokens.sort(dim=1).values)
-    return task.drafter(task.target, task.prefilled.kv.select(chosen))
+    kv = task.prefilled.kv
+    cache = kv.select(chosen)
+    prompt = None if cache is None else ReadPrompt(cache, kv.states)
+    return task.drafter(task.target, prompt)
 
 
 def draft_by_first_layers(task: DraftTask) -> Draft:
@@ -161,10 +169,17 @@ def draft_by_first_layers(task: DraftTask) -> Draft:
     The authors train a model for that; here, as in STD's paper, it is any model.
     """
     ratio = task.config.settings_of(LayerSkipConfig).layer_ratio
-    num_layers = max(1, round(ratio * task.target.num_layers))
-    cache = task.prefilled.kv.first_layers(num_layers)
-    drafter = task.drafter(task.target.with_first_layers(num_layers), cache)
-    return Draft(drafter, task.inputs.num_visual_tokens)
+    # At least one of them has attention.
+    fewest = 1 + task.target.sizes.attention_layers[0]
+    num_layers = max(fewest, round(ratio * task.target.num_layers))
+    kv = task.prefilled.kv
+    shallow = task.target.with_first_layers(num_layers)
+    cache = kv.first_layers(shallow.num_kv_layers)
+    prompt = None
+    if cache is not None:
+        states = None if kv.states is None else kv.states.of_first_layers(num_layers)
+        prompt = ReadPrompt(cache, states)
+    return Draft(task.drafter(shallow, prompt), task.inputs.num_visual_tokens)
 
 
 def draft_by_ngrams(task: DraftTask) -> Draft:

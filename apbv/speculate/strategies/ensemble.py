@@ -26,7 +26,7 @@ from ...prefilling.encoding.vision import encode_pooled
 from ...prefilling.reduction.choosing import means_of_groups
 from ...prefilling.reduction.frames import frame_shape
 from ..drafters.draft import DraftTask, prefill_draft, run_prompt
-from ..drafters.drafters import ModelDrafter
+from ..drafters.drafters import ModelDrafter, ReadPrompt
 
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
@@ -108,17 +108,17 @@ def read_contexts(
     hosts = task.hosts
     contexts = []
     for letter in task.config.settings_of(TabedConfig).contexts:
-        cache = None
+        prompt = None
         if letter == "M":
-            cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
+            prompt = prefill_draft(parts, inputs, kept_visual, hosts, rows)
         elif letter == "P":
             cells = pooling_cells(parts, inputs)
             pooled = _pooled_rows(task, cells, rows)
-            cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
+            prompt = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
         elif hosts.is_leader:
             contexts.append(_read_text(task, with_caption=letter == "C"))
-        if cache is not None:
-            contexts.append((cache, inputs.next_position))
+        if prompt is not None:
+            contexts.append((prompt.cache, inputs.next_position))
     return contexts if hosts.is_leader else []
 
 
@@ -158,7 +158,7 @@ def _read_text(task: DraftTask, with_caption: bool) -> tuple[DynamicCache, int]:
     positions = torch.arange(num_tokens)[None]
     if parts.uses_mrope:
         positions = positions.expand(3, 1, -1)
-    return run_prompt(parts, ids, positions), num_tokens
+    return run_prompt(parts, ids, positions).cache, num_tokens
 
 
 def as_text(
@@ -271,7 +271,7 @@ class EnsembleDrafter(ModelDrafter):
         positions = [position for _, position in contexts]
         super().__init__(
             parts,
-            stack_left_padded(caches),
+            ReadPrompt(stack_left_padded(caches)),
             0,
             task.inputs.num_tokens,
             task.sampling,
@@ -321,9 +321,9 @@ class EnsembleDrafter(ModelDrafter):
         self._verified.clear()
         self.weights = policy.choose()
 
-    def _roll_back(self, tokens: Sequence[int]) -> list[int]:
+    def _roll_back(self, tokens: Sequence[int], num_verified: int | None = None) -> list[int]:
         num_before = self._num_cached
-        missing = super()._roll_back(tokens)
+        missing = super()._roll_back(tokens, num_verified)
         num_rejected = num_before - self._num_cached
         if self._policy is not None and num_rejected:
             del self._predictions[-num_rejected:]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ...config import (
     KEEP_FACTS,
     STRATEGY_FACTS,
@@ -18,6 +20,7 @@ from ...config import (
 from ...config.refusals import refuse
 from ...errors import InvalidConfigError
 from ...hosts import HostGroup
+from ...model.families import hybrid_family
 from ...model.parts import ModelParts
 from ...prefilling.prefill_observer import PrefillObserver
 from ..drafters.draft import Draft, DraftTask
@@ -151,6 +154,23 @@ def require_consistent(
         ranking_on_draft_host=ranking if config.draft_host else None,
         caption=config.settings_of(TabedConfig).ensemble if config.needs_caption else None,
         no_captioner=not has_captioner,
+    )
+
+
+def require_drafts_of(config: SpeculativeConfig, model: PreTrainedConfig) -> None:
+    """Reject a strategy that a hybrid model cannot draft by, or verify.
+
+    Args:
+        model: the config of the target, or of the draft.
+
+    Raises:
+        InvalidConfigError: it cannot.
+    """
+    learns = STRATEGY_FACTS[config.strategy].needs_verdicts
+    refuse(
+        hybrid=hybrid_family(model),
+        tree=draft_tree(config) is not None,
+        learning_draft=config.strategy if learns else None,
     )
 
 

@@ -46,7 +46,7 @@ def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
     inputs = as_inputs(model.config.model_type, batch, query_start, hosts, torch.float64)
     config = prefill_config(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     state = prefill(model, inputs, hosts=hosts, config=config)
-    decoder = Decoder(parts, state.kv, state.next_position)
+    decoder = Decoder(parts, state.kv, state.next_position, goes_back=True)
     return (
         decoder,
         state,
