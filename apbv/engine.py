@@ -23,6 +23,7 @@ from .config.refusals import refuse
 from .decode.answer import begin_answer, finish_reason
 from .decode.batch import Batch, Member, model_batching_obstacle
 from .decode.text import AnswerText
+from .decode.thoughts import separate
 from .errors import (
     ErrorReport,
     InvalidConfigError,
@@ -54,13 +55,15 @@ from .request.sink import AnswerSink, StopFunction
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.loops.decode_loop import DecodedAnswer, DecodeLoop, PrefilledRequest
 from .speculate.loops.speculative_batch import join_batch
-from .speculate.strategies.table import draft_batching_obstacle
+from .speculate.strategies.table import draft_batching_obstacle, require_drafts_of
 from .stats import StageTimer, provenance
 
 # The warm-up request's.
 _WARM_UP_FRAMES = 16
 _WARM_UP_WORDS = 60
 _WARM_UP_TOKENS = 8
+# Tokens at a prompt's end in which a chat template may have opened a thought.
+_TEMPLATE_END = 16
 # Steps of a batch between two looks at whether an answer has ended on another host.
 _STEPS_PER_ROUND = 8
 
@@ -373,10 +376,8 @@ class Engine:
                 num_processes=hosts.num_processes,
                 tensor_parallel=hosts.tensor_parallel_size,
             )
-            refuse(
-                hybrid=hybrid_family(described),
-                drafting=None if speculate is None else speculate.strategy,
-            )
+            if speculate is not None:
+                require_drafts_of(speculate, described)
         # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
@@ -898,7 +899,23 @@ class Engine:
                 "dtype": str(self.parts.dtype).removeprefix("torch."),
                 **provenance(),
             }
-        return GenerateResult(text, tokens, figures, reason, videos, answered.logprobs)
+        reasoning = None
+        content = text
+        if state is not None:
+            prompt_end = state.inputs.input_ids[0, -_TEMPLATE_END:].tolist()
+            parts_of_answer = separate(tokens, self.tokenizer, prompt_end)
+            reasoning = parts_of_answer.thought or None
+            content = parts_of_answer.text
+        return GenerateResult(
+            text,
+            tokens,
+            figures,
+            reason,
+            videos,
+            answered.logprobs,
+            reasoning=reasoning,
+            content=content,
+        )
 
     def decode(
         self,
@@ -1076,7 +1093,11 @@ class Engine:
                 whole.
         """
         refuse(handing_over="for_kv_export()", **self.prefill_config.features)
-        refuse(offering="for_kv_export()", rope_by_length=self.parts.rope_by_length)
+        refuse(
+            offering="for_kv_export()",
+            rope_by_length=self.parts.rope_by_length,
+            hybrid=hybrid_family(self.parts.model.config),
+        )
         config = replace(self.prefill_config, kv="sharded")
         reuse = self._prefiller.reuse
         if self.reuse_config is not None and self.reuse_config.mode == "kv":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apbv.compat.versions import how_to_install
-from apbv.config import REUSE_MODES, ReuseConfig
+from apbv.config import REASONING_TAGS, REUSE_MODES, ReuseConfig
 from apbv.config.refusals import refuse
 from apbv.errors import BackendUnavailableError, InvalidConfigError
 from apbv.launch.options import (
@@ -167,6 +167,13 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         for each in fields(config):
             if "is_limit" in each.metadata:
                 _add_limit(requests, config, each)
+    requests.add_argument(
+        "--reasoning-parser",
+        choices=("auto", "off", *REASONING_TAGS),
+        default="auto",
+        help="how the thought is found with which a chat's answer begins; off: it is not separated "
+        "(default auto: by the prompt's end and the answer's beginning)",
+    )
     requests.add_argument(
         "--media-dir", type=Path, metavar="DIR", help="files for requests, on every host"
     )

@@ -31,6 +31,7 @@ from .names import (
     MAX_FPS,
     METHOD_NAMES,
     PRUNINGS,
+    REASONING_TAGS,
     REDUCER_NAMES,
     REUSE_MODES,
     SPARSE_NAMES,

@@ -28,3 +28,14 @@ BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = tuple(name for name, facts in REDUCER_FACTS.items() if not facts.between_layers)
 LAYER_REDUCER_NAMES = tuple(name for name, facts in REDUCER_FACTS.items() if facts.between_layers)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+# By the name of a reasoning parser, as in vLLM or SGLang, the tag that begins a thought.
+REASONING_TAGS = {
+    "deepseek_r1": "<think>",
+    "deepseek_v3": "<think>",
+    "glm45": "<think>",
+    "granite": "<think>",
+    "kimi": "◁think▷",
+    "mistral": "[THINK]",
+    "qwen3": "<think>",
+    "seed_oss": "<seed:think>",
+}

@@ -1,6 +1,7 @@
 """Text of a growing answer: whole characters only, and no part of a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -106,3 +107,19 @@ def overlap(text: str, string: str) -> int:
     """Return the length of the longest proper beginning of ``string`` that ends ``text``."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)
+
+
+def text_showing(
+    decode: Callable[..., str], tokens: Sequence[int], shown_token_ids: Collection[int]
+) -> str:
+    """Return the text of tokens, with only those special ones that are part of it.
+
+    Args:
+        decode: a tokenizer's, of token ids.
+        shown_token_ids: the special tokens to show.
+    """
+    is_shown = [token in shown_token_ids for token in tokens]
+    text = ""
+    for shown, run in groupby(zip(tokens, is_shown, strict=True), key=lambda pair: pair[1]):
+        text += decode([token for token, _ in run], skip_special_tokens=not shown)
+    return text

@@ -17,6 +17,9 @@ class GenerateResult:
 
     Attributes:
         text: the answer, without special tokens.
+        reasoning: the thought with which it begins, as models that think write it between tags;
+            None: it begins with none, or this is a draft host.
+        content: what follows the thought; all of the text where there is none.
         token_ids: the generated tokens, the end token included.
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: the request's metrics; the fields of ``launch/infer.py --json``.
@@ -31,6 +34,8 @@ class GenerateResult:
     finish_reason: FinishReason
     videos: tuple[SampledVideo, ...] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    reasoning: str | None = None
+    content: str = ""
 
     def __repr__(self) -> str:
         text = (

@@ -65,6 +65,8 @@ class ServerSettings:
         max_model_len: maximum tokens of prompt and answer together. None: the model's context
             length.
         media: limits of a request's videos, images and audio.
+        reasoning_parser: how the thought with which a chat's answer begins is found, a name of
+            :data:`apbv.config.REASONING_TAGS`, ``"auto"`` or ``"off"``.
         fps: the default of the requests' field of this name.
         temperature, top_p, max_new_tokens, num_frames: the defaults of the requests' fields of
             these names; None: the engine's.
@@ -85,6 +87,7 @@ class ServerSettings:
     max_body_bytes: int = _limit(96 * _MIB)
     max_model_len: int | None = _limit(None)
     media: MediaLimits = MediaLimits()
+    reasoning_parser: str = "auto"
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

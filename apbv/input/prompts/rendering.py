@@ -673,9 +673,14 @@ def _template(processor) -> str | None:
     return template
 
 
+def template_text(processor) -> str:
+    """Return the source of a chat template; empty: there is none."""
+    return _template(processor) or ""
+
+
 def template_words(processor) -> set[str]:
     """Return all words of a chat template, its variables among them."""
-    return set(re.findall(r"\w+", _template(processor) or ""))
+    return set(re.findall(r"\w+", template_text(processor)))
 
 
 def tool_instructions(processor) -> str | None:

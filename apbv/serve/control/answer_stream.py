@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
-from ...decode.text import AnswerText
+from ...decode.text import AnswerText, text_showing
 from ...request.logprobs import TokenLogprobs
 from ...request.request import Request
 from ...request.result import FinishReason
@@ -108,11 +107,7 @@ class AnswerStream(AnswerSink):
 
     def _to_text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with only those special ones that are part of it."""
-        is_shown = [token in self._reply.shown_token_ids for token in tokens]
-        text = ""
-        for shown, run in groupby(zip(tokens, is_shown, strict=True), key=lambda pair: pair[1]):
-            text += self._decode([token for token, _ in run], skip_special_tokens=not shown)
-        return text
+        return text_showing(self._decode, tokens, self._reply.shown_token_ids)
 
     def _spelling(self, token: int) -> str:
         return self._decode([token], skip_special_tokens=False)

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...decode.thoughts import ThoughtParser, ThoughtParsing
 from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ..formats.tool_calls import CallParsing, ToolCallParser
 from ..media.files import Media
@@ -21,6 +22,7 @@ class ReadyRequest:
         prompt_field: the field of the body that has the prompt.
         prompt: the prompt as read; the engine of host 0 need not read it again.
         calls: how calls of tools are found in its answers; None: they cannot call any.
+        thoughts: how the thought is found with which an answer begins; None: it is not separated.
     """
 
     order: WorkOrder
@@ -29,11 +31,17 @@ class ReadyRequest:
     prompt_field: str
     prompt: TokenizedPrompt | None = None
     calls: CallParsing | None = None
+    thoughts: ThoughtParsing | None = None
 
     def call_parser(self) -> ToolCallParser:
         """Return a parser for an answer that may call tools."""
         assert self.calls is not None, "the answer can call tools"
         return ToolCallParser(self.calls)
+
+    def thought_parser(self) -> ThoughtParser:
+        """Return a parser for an answer whose thought is separated."""
+        assert self.thoughts is not None, "its thought is separated"
+        return ThoughtParser(self.thoughts)
 
     @property
     def paths(self) -> AbstractContextManager[list[Path]]:
