@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup
+from apbv.decode.thoughts import CLOSING_TAGS, opened_thought
 from apbv.grammar.grammars import Grammars, quoted
 from apbv.request.request import RequestSettings
 from apbv.serve.control.answer_stream import AnswerStream
 from apbv.serve.control.job import Piece
 from apbv.serve.control.work_order import ReplyOptions, WorkOrder
-from apbv.serve.formats.thoughts import CLOSING_TAGS, opened_thought
-from apbv.serve.formats.tool_calls import HERMES, LLAMA, CallParsing, ToolCallParser, call_format
+from apbv.serve.formats.call_formats import HERMES, LLAMA, call_format
+from apbv.serve.formats.tool_calls import CallParsing, ToolCallParser
 from apbv.serve.protocols.request_reader import Reader
 
 from apbv_tests import families
@@ -186,10 +187,11 @@ def test_a_prompt_ends_in_a_thought_or_not():
 @pytest.mark.parametrize("form", HOW, ids=["hermes", "llama"])
 def test_only_functions_that_are_offered_are_called(form):
     asked = [written(form, name, {"age": 2}) for name in ("Bob", "f")]
-    assert parsed(form, asked[:1], names={"f"}) == (asked[0], [])
-    assert parsed(form, [*asked[0]], names={"f"}) == (asked[0], [])
-    assert parsed(form, asked[1:], names={"f"}) == ("", [("f", '{"age": 2}')])
-    parser = ToolCallParser(CallParsing(form=form, names={"f"}))
+    offered = {"f": None}
+    assert parsed(form, asked[:1], parameters=offered) == (asked[0], [])
+    assert parsed(form, [*asked[0]], parameters=offered) == (asked[0], [])
+    assert parsed(form, asked[1:], parameters=offered) == ("", [("f", '{"age": 2}')])
+    parser = ToolCallParser(CallParsing(form=form, parameters={"f": None}))
     said, calls = parser.add(asked[0])
     assert asked[0].startswith(said), "text that is not a call is not held back"
     assert said, "text that is not a call is not held back"
@@ -338,7 +340,6 @@ def test_the_format_is_the_one_that_a_template_explains():
         None,
         "[TOOL_CALLS]",
         "<tool_call>\n<function=name>\n</function>\n</tool_call>",
-        "<tool_call>{function-name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
         '<tool_call>{"name": n, "arguments": {<arg_key>k</arg_key>}}</tool_call>',
         '<tool_call>\n{"name": <name>, "parameters": <object>}\n</tool_call>',
         "<tool_call>[name(key=value)]</tool_call>",
@@ -355,7 +356,8 @@ def explaining(template: str, how: str) -> str:
     call = (
         "[{{ call.function.name }}{% for name in call.function.arguments %} {{ name }}{% endfor %}]"
     )
-    begun = "{{ '<think>\\n' if add_generation_prompt and thinks }}"
+    begun = "{% if add_generation_prompt %}"
+    begun += "{{ '<think>\\n' if thinks else '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     end = "{% for call in message.tool_calls or () %}" + call + "{% endfor %}<|im_end|>"
     return "{% if tools %}" + shown + "{% endif %}" + template.replace("<|im_end|>", end) + begun
 
@@ -464,17 +466,19 @@ def test_a_thought_calls_no_tool(app, script, form):
     thinking = {"chat_template_kwargs": {"thinks": True}}
     continued = {"add_generation_prompt": False, "continue_final_message": True}
     continued["messages"] = [*ASK["messages"], {"role": "assistant", "content": "<think>Well."}]
-    for fields, answer in (
-        ({}, f"<think>{inside}"),
-        (thinking, inside),
-        (thinking, f"{call}</think>"),
-        (continued, inside),
+    considered = inside.removesuffix("</think>")
+    for fields, answer, thought in (
+        ({}, f"<think>{inside}", considered),
+        (thinking, inside, considered),
+        (thinking, f"{call}</think>", call),
+        (continued, inside, considered),
     ):
         for rest, calls in (("It is 12.", 0), (call, 1)):
             script += [answer + rest] * 2
             (choice,) = ask(app, **fields)["choices"]
-            content = answer if calls else answer + rest
-            assert choice["message"]["content"] == content
+            content = "" if calls else rest
+            assert (choice["message"]["content"] or "") == content
+            assert choice["message"]["reasoning"] == thought
             assert len(functions_of(choice["message"])) == calls
             assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
             body = {**ASK, **fields, "tools": TOOLS, "max_tokens": 400}
@@ -484,9 +488,14 @@ def test_a_thought_calls_no_tool(app, script, form):
             assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == calls
 
 
-def test_a_required_call_is_made_also_where_the_prompt_began_a_thought(app):
-    (choice,) = ask(app, tool_choice="required", chat_template_kwargs={"thinks": True})["choices"]
-    assert functions_of(choice["message"]) and choice["finish_reason"] == "tool_calls"
+def test_a_required_call_follows_the_thought_that_the_prompt_began(app):
+    bias = {app.engine.tokenizer.encode(letter)[0]: 30 for letter in "</think>"}
+    asked = {"tool_choice": "required", "chat_template_kwargs": {"thinks": True}}
+    (choice,) = ask(app, **asked, logit_bias=bias)["choices"]
+    if choice["finish_reason"] == "length":  # it thought until its end
+        assert choice["message"]["content"] is None and choice["message"]["reasoning"]
+    else:
+        assert functions_of(choice["message"]) and choice["finish_reason"] == "tool_calls"
 
 
 def test_an_answer_by_a_schema_that_looks_like_a_call_is_content(app, form):

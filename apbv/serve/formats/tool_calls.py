@@ -1,117 +1,14 @@
-"""Tool calls as models write them: parsed from the text of an answer, or required by a grammar."""
+"""Tool calls in the text of an answer, as it grows."""
 
 import json
-import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...decode.text import overlap
-from ...grammar.grammars import json_rule, quoted
-from .thoughts import CLOSING_TAGS
-
-_decode_json = json.JSONDecoder().raw_decode
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """How a model writes calls, each of which is a JSON object with a name and arguments.
-
-    Attributes:
-        key: the object's key of the arguments.
-        opening, closing: tags around each call; if empty, an answer begins with its calls.
-        blank: white space between a tag and the object.
-        separator: text between two calls.
-    """
-
-    key: str
-    opening: str = ""
-    closing: str = ""
-    blank: str = ""
-    separator: str = "\n"
-
-    def grammar(
-        self,
-        functions: Sequence[dict[str, Any]],
-        added_tokens: Collection[str],
-        is_single: bool,
-        answer_schema: Any = None,
-    ) -> str:
-        """Return a grammar (:attr:`apbv.SamplingParams.grammar`) of answers that call functions.
-
-        Args:
-            functions: their names and parameters, as in OpenAI's API.
-            added_tokens: texts that have a token of their own; a grammar does not quote these.
-            is_single: whether there is one call, and not one or more.
-            answer_schema: the JSON schema of answers without a call; None: there are none.
-        """
-
-        def tag_rule(tag: str) -> str:
-            return tag if not tag or tag in added_tokens else quoted(tag)
-
-        # The answer: calls, or text that follows its schema.
-        further_calls = "" if is_single else f"({quoted(self.separator)} call)*"
-        rules = [f"calls: call {further_calls}"]
-        if answer_schema is None:
-            rules.append("start: calls")
-        else:
-            rules.append("start: calls | answer")
-            rules.append(f"answer: {json_rule(answer_schema)}")
-
-        # A call: a function's head and arguments, and the end of the object.
-        names = " | ".join(f"f{number}" for number in range(len(functions)))
-        end = quoted("}" + self.blank)
-        rules.append(f"call: {tag_rule(self.opening)} ({names}) {end} {tag_rule(self.closing)}")
-        for number, function in enumerate(functions):
-            # In the pieces of which JSON consists, else it could not be told from another object
-            # that follows "{".
-            head = (
-                self.blank + "{",
-                '"name"',
-                ": ",
-                quoted(function["name"]),
-                ", ",
-                quoted(self.key),
-                ": ",
-            )
-            quoted_head = " ".join(quoted(piece) for piece in head)
-            parameters = function["parameters"] or {"properties": {}}
-            rules.append(f"f{number}: {quoted_head} a{number}")
-            rules.append(f"a{number}: {json_rule({**parameters, 'type': 'object'})}")
-        return "\n".join(rules)
-
-
-HERMES = CallFormat("arguments", "<tool_call>", "</tool_call>", "\n", "\n")
-LLAMA = CallFormat("parameters", separator="; ")
-
-
-# A call as a template explains it, with the braces as Qwen2.5 writes them, too.
-_EXPLAINED_CALL = re.compile(r"<tool_call>\s*(\{+.*?\}+)\s*</tool_call>", re.DOTALL)
-_NAME_KEY = re.compile(r"""["']name["']\s*:""")
-_ARGUMENTS_KEY = re.compile(r"""["']arguments["']\s*:""")
-# These stand inside the same tags in formats that are not JSON: Qwen3-Coder's, and GLM's.
-_INSIDE_OTHER_TAGS = ("<function=", "<arg_key>")
-_LLAMA_CALL = '{"name": function name, "parameters":'
-
-
-def call_format(instructions: str | None) -> CallFormat | None:
-    """Return the format of calls that a prompt tells a model to use.
-
-    The tags alone do not tell: several formats share them.
-
-    Args:
-        instructions: from :func:`apbv.input.prompts.rendering.tool_instructions`.
-
-    Returns:
-        The format; None if the prompt tells of none, or of another one.
-    """
-    if instructions is None or any(tag in instructions for tag in _INSIDE_OTHER_TAGS):
-        return None
-    for explained_call in _EXPLAINED_CALL.findall(instructions):
-        if _NAME_KEY.search(explained_call) and _ARGUMENTS_KEY.search(explained_call):
-            return HERMES
-    return LLAMA if _LLAMA_CALL in instructions else None
+from ...decode.thoughts import CLOSING_TAGS
+from .call_formats import CallFormat, NotACallError, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +18,17 @@ class CallParsing:
     Attributes:
         form: the format of calls.
         max_calls: the most calls of an answer; further ones are dropped. None: any number.
-        names: the functions that are offered; None: any.
-        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`);
-            None: it ended in none.
+        parameters: the schema of the parameters of every function that is offered, by its name;
+            None: any function may be called.
+        thought: the tag of the thought in which the prompt ended, of
+            :data:`apbv.decode.thoughts.CLOSING_TAGS`; None: it ended in none.
         has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of
             calls only.
     """
 
     form: CallFormat
     max_calls: int | None = None
-    names: Collection[str] | None = None
+    parameters: Mapping[str, Any] | None = None
     thought: str | None = None
     has_thoughts: bool = True
 
@@ -152,7 +50,7 @@ class ToolCallParser:
         self.num_calls = 0
         self._form = parsing.form
         self._max_calls = parsing.max_calls
-        self._names = parsing.names
+        self._parameters = parsing.parameters
         self._between = parsing.form.separator + " \t\r\n"
         self._pending = ""  # text that is or may become a call
         self._space = ""  # white space before it
@@ -260,19 +158,18 @@ class ToolCallParser:
         undecided = (None, 0)
         no_call = (None, len(opening) or len(text))
 
-        # The object.
+        # What is between the tags.
         body = text[len(opening) :].lstrip(self._between)
-        if body[:1] not in ("", "{"):
+        if not self._form.may_begin(body):
             return no_call
         if not may_end:
             return undecided
         try:
-            value, num_chars = _decode_json(body)
-        except (RecursionError, ValueError):
-            return no_call if is_last else undecided
-        try:
-            call = self._call(value)
-        except (AttributeError, ValueError):
+            called, num_chars = self._form.read(body, self._parameters or {}, is_last)
+            if called is None:
+                return undecided
+            call = self._call(called)
+        except (NotACallError, ValueError):
             return no_call
         end = len(text) - len(body) + num_chars
         if not closing:
@@ -286,21 +183,18 @@ class ToolCallParser:
             return no_call
         return (call, len(text)) if is_last else undecided
 
-    def _call(self, value: Any) -> dict[str, Any]:
+    def _call(self, called: ToolCall) -> dict[str, Any]:
         """Return a call as OpenAI's API has it.
 
         Raises:
-            AttributeError, ValueError: the value is not a call.
+            NotACallError: the function is not offered.
+            ValueError: the arguments have halves of a character, or NaN.
         """
-        name = value.get("name")
-        arguments = value.get(self._form.key, value.get("arguments"))
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise ValueError
-        if self._names is not None and name not in self._names:
-            raise ValueError
+        if self._parameters is not None and called.name not in self._parameters:
+            raise NotACallError
         function = {
-            "name": name,
-            "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False),
+            "name": called.name,
+            "arguments": json.dumps(called.arguments, ensure_ascii=False, allow_nan=False),
         }
         "".join(function.values()).encode()  # ValueError: it has escaped halves of a character
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

@@ -3,12 +3,27 @@
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...decode.thoughts import ThoughtParser
 from ..api_error import ApiError
 from ..control.job import Event, Finished, Job, Piece
 from ..formats.tool_calls import ToolCallParser
 from .requests import ChatRequest, GenerationRequest, StreamOptions
+
+
+class _Parsed(NamedTuple):
+    """What a piece adds to its answer.
+
+    Attributes:
+        thought: to its thought.
+        text: to its text.
+        calls: complete calls of tools.
+    """
+
+    thought: str
+    text: str
+    calls: list[dict[str, Any]]
 
 
 class Replies:
@@ -33,6 +48,7 @@ class Replies:
         self._num_sent = 0
         self._may_call = request.may_call
         self._parsers: dict[int, ToolCallParser] = {}  # of each answer that may call tools
+        self._thought_parsers: dict[int, ThoughtParser] = {}  # of each that may begin with one
         self._num_chars: Counter[int] = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
@@ -51,12 +67,15 @@ class Replies:
         choices = []
         for of_answer in pieces.values():
             answer = _joined(of_answer)
-            text, calls = self._parsed(answer)
+            parsed = self._parsed(answer)
+            text = parsed.text
             if self._is_chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text}
-                if calls:
+                if parsed.calls or self._has_thought(answer.choice):
                     message["content"] = text or None
-                    message["tool_calls"] = calls
+                message |= _reasoning(parsed.thought)
+                if parsed.calls:
+                    message["tool_calls"] = parsed.calls
                 message["refusal"] = None
                 body: dict[str, Any] = {"message": message}
             else:
@@ -103,12 +122,13 @@ class Replies:
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """Return the text and calls that a piece adds to its answer, as a choice's field."""
-        text, calls = self._parsed(piece)
+        thought, text, calls = self._parsed(piece)
         if not self._is_chat:
             return {"text": text}
-        delta: dict[str, Any] = {}
-        # A last piece, or a part of a call, may have no text.
-        if text or not (piece.reason or self._may_call):
+        delta: dict[str, Any] = _reasoning(thought)
+        # A last piece, a part of a thought or of a call may have no text.
+        is_separated = self._may_call or piece.choice in self._thought_parsers
+        if text or not (piece.reason or is_separated):
             delta["content"] = text
         if calls:
             first_index = self._parsers[piece.choice].num_calls - len(calls)
@@ -117,13 +137,28 @@ class Replies:
             ]
         return {"delta": delta}
 
-    def _parsed(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text and the complete calls of tools that a piece adds to its answer."""
-        if not self._may_call:
-            return piece.text, []
-        if piece.choice not in self._parsers:
-            self._parsers[piece.choice] = self._jobs[0].read.call_parser()
-        return self._parsers[piece.choice].add(piece.text, is_last=piece.reason is not None)
+    def _parsed(self, piece: Piece) -> "_Parsed":
+        """Return the parts of its answer that a piece adds to."""
+        thought = ""
+        text = piece.text
+        choice = piece.choice
+        is_last = piece.reason is not None
+        read = self._jobs[0].read
+        if self._is_chat and read.thoughts is not None:
+            if choice not in self._thought_parsers:
+                self._thought_parsers[choice] = read.thought_parser()
+            thought, text = self._thought_parsers[choice].add(text, is_last)
+        calls: list[dict[str, Any]] = []
+        if self._may_call:
+            if choice not in self._parsers:
+                self._parsers[choice] = read.call_parser()
+            text, calls = self._parsers[choice].add(text, is_last)
+        return _Parsed(thought, text, calls)
+
+    def _has_thought(self, choice: int) -> bool:
+        """Return whether an answer has begun with a thought."""
+        parser = self._thought_parsers.get(choice)
+        return parser is not None and parser.has_thought
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -195,6 +230,11 @@ class Replies:
         if self._with_usage:
             chunk["usage"] = self._usage(self._num_sent) if self._usage_in_all else None
         return _event(chunk)
+
+
+def _reasoning(thought: str) -> dict[str, Any]:
+    """Return a thought by both of its names, vLLM's and the older one; nothing if it is empty."""
+    return {"reasoning": thought, "reasoning_content": thought} if thought else {}
 
 
 def _joined(pieces: list[Piece]) -> Piece:

@@ -14,19 +14,28 @@ from typing import Any
 from PIL import Image
 
 from ...config import SamplingParams
+from ...decode.thoughts import (
+    CLOSING_TAGS,
+    TAGS,
+    ThoughtParsing,
+    behind_thought,
+    opened_thought,
+    token_ids_of,
+)
 from ...engine import Engine
 from ...errors import InvalidConfigError, InvalidRequestError, PromptError
 from ...grammar.checks import GrammarCheckError, GrammarChecksBusyError
+from ...grammar.grammars import json_rule
 from ...grammar.schemas import fixed_texts
 from ...input.prompts.prompt_reader import PromptReader
-from ...input.prompts.rendering import template_words, tool_instructions
+from ...input.prompts.rendering import template_text, template_words, tool_instructions
 from ...input.prompts.tokenized_prompt import TokenizedPrompt
 from ...request.request import RequestSettings
 from ..api_error import ApiError
 from ..control.ready_request import ReadyRequest
 from ..control.work_order import ReplyOptions, WorkOrder, build_question
-from ..formats.thoughts import CLOSING_TAGS, opened_thought
-from ..formats.tool_calls import CallFormat, CallParsing, call_format
+from ..formats.call_formats import call_format
+from ..formats.tool_calls import CallParsing
 from ..media.files import FolderError, Media, MediaError, PrivateFiles, client_message, open_media
 from ..settings import ServerSettings
 from .requests import (
@@ -90,6 +99,7 @@ class Reader:
         self._shows_tools = instructions is not None
         self._call_format = call_format(instructions)
         self._template_words = template_words(engine.processor)
+        self._template_text = template_text(engine.processor)
         self._settings = settings
         self._private_files = private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
@@ -138,21 +148,35 @@ class Reader:
         num_tokens = prompt.batch["input_ids"].shape[1]
         max_new_tokens = self._max_new_tokens_of(request, num_tokens)
 
-        # Write the order.
-        sampling = self._sampling(request, max_new_tokens, constraint)
+        # Find the thought and the calls in its answers.
+        thoughts = None
+        if isinstance(request, ChatRequest):
+            thoughts = ThoughtParsing.of_prompt(
+                self._settings.reasoning_parser, prompt.rendered.text, request.continued_texts
+            )
+        if thoughts is not None and request.is_constrained:
+            constraint = self._behind_thought(constraint, thoughts, prompt, is_wanted)
         calls = None
-        shown_token_ids = []
+        shown_tags: tuple[str, ...] = () if thoughts is None else TAGS
         if request.may_call:
             call_format = self._call_format
             assert call_format is not None, "requests with tools are refused without one"
-            shown_token_ids = _shown_token_ids(call_format, prompts.tokenizer)
+            shown_tags = (*call_format.tags, *TAGS)
+            opened = None
+            if thoughts is None:
+                opened = opened_thought(prompt.rendered.text, request.continued_texts)
             calls = CallParsing(
                 form=call_format,
                 max_calls=1 if request.makes_one_call else None,
-                names={function["name"] for function in request.functions},
-                thought=opened_thought(prompt.rendered.text, request.continued_texts),
+                parameters={
+                    function["name"]: function["parameters"] for function in request.functions
+                },
+                thought=opened,
                 has_thoughts=not request.is_constrained,
             )
+
+        # Write the order.
+        sampling = self._sampling(request, max_new_tokens, constraint)
         order = WorkOrder(
             question_fields=question_fields,
             files=[file.relative for file in media],
@@ -166,7 +190,7 @@ class Reader:
                 streams=bool(request.stream),
                 stop_strings=request.stop_strings,
                 stop_token_ids=request.stop_token_ids or (),
-                shown_token_ids=shown_token_ids,
+                shown_token_ids=token_ids_of(shown_tags, prompts.tokenizer),
             ),
             hands_over=request.hands_over,
         )
@@ -177,6 +201,7 @@ class Reader:
             prompt_field=request.prompt_field,
             prompt=prompt,
             calls=calls,
+            thoughts=thoughts,
         )
 
     def _token_ids(self, request: CompletionRequest, prompts: PromptReader) -> list[int]:
@@ -270,6 +295,40 @@ class Reader:
                 answer_schema=answer_schema,
             )
         self._require_valid("tools", is_wanted, json_schema=None, grammar=grammar)
+        return {"grammar": grammar}
+
+    def _behind_thought(
+        self,
+        constraint: dict[str, str | None],
+        thoughts: ThoughtParsing,
+        prompt: TokenizedPrompt,
+        is_wanted: Callable[[], bool],
+    ) -> dict[str, str | None]:
+        """Return a constraint that holds behind the thought with which an answer may begin.
+
+        Args:
+            constraint: the fields from :meth:`constraint_of`.
+            prompt: the prompt, which may have opened or closed the thought.
+
+        Raises:
+            ApiError: as :meth:`constraint_of`.
+        """
+        openings: list[str] = []
+        end = prompt.rendered.text.rstrip()
+        for opening in thoughts.openings:
+            is_closed = end.endswith(CLOSING_TAGS[opening])
+            if opening in self._template_text and not is_closed:
+                openings.append(opening)
+        if thoughts.opened is None and not openings:
+            return constraint
+        grammar = constraint.get("grammar")
+        if grammar is None:
+            schema = constraint["json_schema"]
+            assert schema is not None, "one of both constrains the answer"
+            grammar = f"start: json\njson: {json_rule(json.loads(schema))}"
+        tokens = self._light.tokenizer.get_added_vocab()
+        grammar = behind_thought(grammar, thoughts, openings, tokens)
+        self._require_valid("response_format", is_wanted, json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
     def _require_writable(self, field: str, json_schema: str) -> None:
@@ -531,13 +590,6 @@ def _rejecting(field: str) -> Iterator[None]:
         yield
     except (ValueError, RecursionError) as error:
         raise ApiError(400, str(error), param=field) from error
-
-
-def _shown_token_ids(calls: CallFormat, tokenizer) -> list[int]:
-    """Return the special tokens that a parser of calls has to see in the text."""
-    id_of = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
-    return [id_of[tag] for tag in tags if tag in id_of]
 
 
 def _num_chars(request: GenerationRequest | TokenizeRequest) -> int:
