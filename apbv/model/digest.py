@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 # Fields that determine the numbers in a KV cache. Others change with versions of transformers.
@@ -47,7 +50,17 @@ SAMPLED_PROJECTIONS = (
     "mlp.gate_proj",
     "mlp.up_proj",
 )
-
+# What a layer's MLP has instead, in checkpoints: gate and up in one; a router, and the first
+# expert, which may be part of a tensor of all experts.
+_OTHER_MLPS = (
+    "mlp.gate_up_proj",
+    "mlp.gate",
+    "mlp.experts.0.gate_proj",
+    "mlp.experts.gate_up_proj",
+)
+_SAMPLED_IN_FILES = (*SAMPLED_PROJECTIONS, *_OTHER_MLPS)
+_NAMES = "|".join(map(re.escape, _SAMPLED_IN_FILES))
+_WEIGHT = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{_NAMES})(\.weight)?")
 
 # Of a row of weights: enough to tell random numbers apart from trained ones, and one training from
 # another.
@@ -75,6 +88,34 @@ def weights_digest(rows: Iterable[Tensor]) -> str:
     # All in one tensor, so that the GPU is waited for once.
     sample = torch.cat([row.detach().float().flatten() for row in rows])
     return hashlib.sha256(sample.cpu().numpy().tobytes()).hexdigest()
+
+
+def rows_of_checkpoint(folder: Path, num_layers: int, dtype: torch.dtype) -> list[Tensor]:
+    """Read the argument of :func:`weights_digest` from a checkpoint, without a model.
+
+    Args:
+        folder: has safetensors files, in which the weights may be in any order.
+        num_layers: the decoder's layers; a checkpoint may have drafting layers behind them.
+        dtype: in which the model computes.
+
+    Returns:
+        The first row of each sampled weight, by layers; none: there are no such weights.
+    """
+    rows = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                match = _WEIGHT.fullmatch(name)
+                if match is None or "vision" in name or int(match["layer"]) >= num_layers:
+                    continue
+                weight = tensors.get_slice(name)
+                if len(weight.get_shape()) == 3:  # of all experts
+                    row = weight[:1, :1]
+                else:
+                    row = weight[:1]
+                place = _SAMPLED_IN_FILES.index(match["name"])
+                rows[int(match["layer"]), place] = row.to(dtype)
+    return [rows[key] for key in sorted(rows)]
 
 
 def sample_digest(tensors: Iterable[Tensor]) -> bytes:

@@ -7,7 +7,7 @@ an environment, and without it the test is skipped. ``.ci/run`` makes one.
 import pytest
 
 
-# The text model that the script makes, and the demo model.
-@pytest.mark.shows("KV to vLLM", families=("qwen2", "qwen2_5_vl"))
+# The text models that the script makes, and the demo model.
+@pytest.mark.shows("KV to vLLM", families=("qwen2", "qwen2_5_vl", "glm4", "qwen3_moe"))
 def test_vllm_continues_from_saved_kv(passed_checks):
     assert passed_checks("vllm_check.py") > 40

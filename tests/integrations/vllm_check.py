@@ -5,8 +5,8 @@
 in an environment that has both apbv and vLLM (see test_vllm.py). Two hosts prefill and save, once
 exactly and once compressed, and write down what transformers' own ``generate`` makes of the same
 KV; then vLLM loads it. The models are the packaged demo model (a Qwen2.5-VL) with its clip, in
-which time outruns height and width, and a small random Qwen2. Everything is in float32, where both
-sides choose the same tokens.
+which time outruns height and width, and small random models of Qwen2, GLM-4 and Qwen3-MoE.
+Everything is in float32, where both sides choose the same tokens.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -37,6 +38,8 @@ QUESTION, FOLLOW_UP = demo.EXAMPLE_QUESTIONS[1::-1]
 EXACT = apbv.PrefillConfig(method="apbv", passing_len=4096)
 COMPRESSED = apbv.PrefillConfig(method="apbv", passing_len=0, anchor_len=0)
 SHARDED = dataclasses.replace(COMPRESSED, kv="sharded")  # both hosts hold some
+# Gate and up in one, and experts.
+OTHER_MLPS = ("glm4", "qwen3_moe")
 REDUCED = {"dycoke": dataclasses.replace(SHARDED, reduce=apbv.ReduceConfig(method="dycoke"))}
 
 
@@ -53,6 +56,7 @@ def prefill_all(folder: Path) -> None:
         "text-unaligned": (folder / "qwen2", COMPRESSED, 4 * BLOCK + 7),
         "text-sharded": (folder / "qwen2", SHARDED, 4 * BLOCK + 7),
         "text-aligned": (folder / "qwen2", COMPRESSED, 4 * BLOCK),
+        **{family: (folder / family, COMPRESSED, 4 * BLOCK + 7) for family in OTHER_MLPS},
         **{name: (demo.model_path(), config, "vllm") for name, config in REDUCED.items()},
     }
     expected = {}
@@ -177,6 +181,16 @@ def check_text(folder: Path, expected: dict) -> None:
     check_tickets(server, folder, expected)
 
 
+def check_other_mlp(folder: Path, expected: dict, family: str) -> None:
+    """A model is known by a sample of its weights, whose names differ."""
+    from apbv.integrations.vllm import request_params
+
+    server = Server(folder / family, {**SETTINGS, "root": str(folder)})
+    case = expected[family]
+    request = {"prompt_token_ids": case["prompt"]} | request_params(folder / family)
+    check(f"{family}: loaded", server.run(request), [case["tokens"]])
+
+
 def check_video(folder: Path, expected: dict) -> None:
     """By two tensor-parallel workers, each with one of the two KV heads."""
     from apbv.integrations.vllm import request_params
@@ -226,6 +240,7 @@ PARTS = {
     "prefill": lambda folder, expected: prefill_all(folder),
     "positions": check_positions,
     "text": check_text,
+    **{family: partial(check_other_mlp, family=family) for family in OTHER_MLPS},
     "video": check_video,
     "recompute": check_recompute,  # at last, as it ends the hosts
 }
@@ -246,8 +261,10 @@ def main(folder: Path, part: str | None = None) -> None:
         return
     folder.mkdir(exist_ok=True)
     guard_children(folder / "site")
-    families.HIDDEN = families.HEADS * 32  # the smallest heads that vLLM's CPU kernels take
-    families.save_checkpoint("qwen2", folder / "qwen2")
+    families.HEAD_DIM = 32  # the smallest heads that vLLM's CPU kernels take
+    families.HIDDEN = families.HEADS * families.HEAD_DIM
+    for family in ("qwen2", *OTHER_MLPS):
+        families.save_checkpoint(family, folder / family)
     hosts = started("prefill", folder, hosts=2)
     try:
         wait_for(lambda: (folder / TICKETS).exists() or hosts.poll() is not None, limit(600.0))

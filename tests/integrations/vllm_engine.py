@@ -108,7 +108,7 @@ def _split(request: dict, num_new: int):
 def guard_children(folder: Path) -> None:
     """vLLM looks at models in processes of its own, in which no import of apbv makes torchvision
     usable."""
-    guard = Path(apbv.__file__).with_name("torchvision_guard.py")
+    guard = Path(apbv.__file__).parent / "compat" / "torchvision_guard.py"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(
         guard.read_text() + "\n\nensure_torchvision_imports()\n"

@@ -1,12 +1,10 @@
 """Decides whether a request may use the KV that it names, without I/O if it has a ticket."""
 
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 from vllm.config import ModelConfig, VllmConfig
@@ -16,13 +14,9 @@ from vllm.v1.request import Request
 from ...config.refusals import refuse
 from ...errors import InvalidRequestError
 from ...kv.facts import KVFacts, digest_of_positions, digest_of_tokens
-from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
+from ...model.digest import config_digest, rows_of_checkpoint, weights_digest
 from ...model.rotary import rope_by_length
 from .sources import Load, Offered, Saved
-
-_PROJECTION = re.compile(
-    rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight"
-)
 
 
 class Admission:
@@ -207,7 +201,7 @@ def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[T
     The scheduler, which needs it, has no model.
 
     Returns:
-        The first row of each sampled projection, by layers and then by projections.
+        The first rows, as :func:`apbv.model.digest.rows_of_checkpoint` reads them.
 
     Raises:
         InvalidRequestError: there are no such weights in safetensors files.
@@ -224,19 +218,10 @@ def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[T
         )
         folder = Path(downloaded)
 
-    # Read the rows, which may be in any order in several files.
-    rows = {}  # by layer and projection
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                match = _PROJECTION.fullmatch(name)
-                if match is None or "vision" in name:
-                    continue
-                layer = int(match["layer"])
-                projection = SAMPLED_PROJECTIONS.index(match["name"])
-                rows[layer, projection] = tensors.get_slice(name)[:1].to(model_config.dtype)
+    num_layers = model_config.hf_config.get_text_config().num_hidden_layers
+    rows = rows_of_checkpoint(folder, num_layers, model_config.dtype)
     if not rows:
         raise InvalidRequestError(
             f"ApbvConnector found no decoder layers in {folder}/*.safetensors"
         )
-    return [rows[key] for key in sorted(rows)]
+    return rows
