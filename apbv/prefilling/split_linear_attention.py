@@ -326,7 +326,8 @@ def _run(
     """
     for part in _parts(rows):
         inputs_of_part = [states[:, part.start : part.stop] for states in inputs]
-        output, state = rule(inputs_of_part, state)
+        # A chunk of one token would be padded to its full length.
+        output, state = rule(inputs_of_part, state, steps=len(part) == 1)
         if out is not None:
             out[:, part.start : part.stop] = output
         del output  # before the next part is computed

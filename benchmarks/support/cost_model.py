@@ -498,7 +498,8 @@ def _received(
                 num_runs += 1
             layer_bytes = num_others * num_runs * (4 * linear.block_map + input_bytes)
         elif host > 0:
-            layer_bytes = 4 * linear.state + input_bytes
+            # Those before the question, before its last token and behind it.
+            layer_bytes = 3 * (4 * linear.state + input_bytes)
         else:
             layer_bytes = 0
         received["states"] = len(linear.layers) * layer_bytes

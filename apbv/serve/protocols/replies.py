@@ -143,15 +143,15 @@ class Replies:
         text = piece.text
         choice = piece.choice
         is_last = piece.reason is not None
-        read = self._jobs[0].read
-        if self._is_chat and read.thoughts is not None:
+        job = self._jobs[0]
+        if self._is_chat and job.is_read and job.read.thoughts is not None:
             if choice not in self._thought_parsers:
-                self._thought_parsers[choice] = read.thought_parser()
+                self._thought_parsers[choice] = job.read.thought_parser()
             thought, text = self._thought_parsers[choice].add(text, is_last)
         calls: list[dict[str, Any]] = []
         if self._may_call:
             if choice not in self._parsers:
-                self._parsers[choice] = read.call_parser()
+                self._parsers[choice] = job.read.call_parser()
             text, calls = self._parsers[choice].add(text, is_last)
         return _Parsed(thought, text, calls)
 
