@@ -22,8 +22,6 @@ CLOSING_TAGS = {
     "<seed:think>": "</seed:think>",
     "◁think▷": "◁/think▷",
 }
-
-
 TAGS = (*CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
 # With these an answer begins in a thought, also where the chat template has not opened it.
 _BEGIN_IN_THOUGHT = ("deepseek_r1",)

@@ -271,7 +271,7 @@ class TableKV:
 
     num_run = 0
 
-    def __init__(self, layers, position):
+    def __init__(self, layers, position, states):
         pass
 
     def make_room(self, count: int) -> None:
@@ -284,7 +284,7 @@ class TableRunner:
     def __init__(self, parts):
         self.table = tables(4)
 
-    def run(self, ids, kvs, counts=None) -> torch.Tensor:
+    def run(self, ids, kvs, counts=None, follows_drafted=False) -> torch.Tensor:
         return self.table[torch.as_tensor(ids)]
 
 
@@ -292,6 +292,7 @@ class TablePrompt(TableModel):
     """Begins an answer that a table gives; drafts with a model of its own for each seed."""
 
     prunes = False
+    prompt_states = None
 
     def require_cache(self) -> DynamicCache:
         return self.cache
