@@ -17,6 +17,8 @@ from ..model.linear_attention import Convolution, LinearStates, Rule
 # Of a layer: the last inputs of its convolution [1, C, K], and the rule's state [1, Hv, Dk, Dv].
 LayerStates = tuple[Tensor, Tensor]
 RuleInputs = tuple[Tensor, ...]  # q, k, v, g and beta, [1, S, …] each
+# As many tokens take one step of the rule after the other: a sequence is padded to a chunk of 64.
+_MOST_STEPS = 4
 
 
 class _Layer:
@@ -71,7 +73,7 @@ class _Layer:
         last_inputs, state = self.settled
         last_inputs = torch.cat([last_inputs, mixed], dim=2)[:, :, -last_inputs.shape[2] :]
         assert self.rule is not None, "tokens were run"
-        _, state = self.rule(inputs, state, steps=count == 1)
+        _, state = self.rule(inputs, state, steps=count <= _MOST_STEPS)
         return (last_inputs, state), [mixed], [inputs]
 
 
@@ -101,6 +103,7 @@ class AnswerStates:
 
     def prepare(self) -> None:
         """Go back to the tokens that count, before more are run or the states are read."""
+        assert self.num_run >= self._num_settled, "tokens that were certain are never taken back"
         num_settled = max(self._num_settled, min(self.num_certain, self.num_run))
         for layer in self.layers:
             layer.cut(self.num_run - self._num_settled)
@@ -172,7 +175,7 @@ class RunStates:
         before = torch.cat([states.newest[1] for states in layers])  # [R, Hv, Dk, Dv]
         pieces = [states.split(list(self._counts), dim=1) for states in inputs]
         padded = [torch.cat([_pad_rows(piece, most) for piece in of_input]) for of_input in pieces]
-        out, after = rule(padded, before, steps=most == 1)
+        out, after = rule(padded, before, steps=most <= _MOST_STEPS)
 
         # Keep the states.
         for row, states in enumerate(layers):

@@ -1,8 +1,9 @@
 """Drafts for hybrids: states of linear attention that go back to the tokens that stay."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from apbv.runner.answer_states import RunStates
 from apbv.runner.decoder import Decoder
 from apbv.speculate.drafters.draft import Draft, run_prompt
 from apbv.speculate.drafters.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.loops.pace import Pace
+from apbv.speculate.loops.serial import generate_speculatively
 from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 from apbv.stats import StageTimer
 
@@ -94,6 +97,32 @@ def model_drafter(number: int, seed: int, sampling: SamplingParams) -> ModelDraf
     prompt = run_prompt(parts, ids, torch.arange(ids.shape[1])[None])
     settings = (state.next_position, state.num_tokens, sampling, parts.vocab_size, False, ids)
     return ModelDrafter(parts, prompt, *settings)
+
+
+class Checked(ModelDrafter):
+    """Compares what it proposes with what a drafter without a past would."""
+
+    fresh: Callable[[], ModelDrafter]
+    num_checked = 0
+
+    def propose(self, tokens, tree):
+        proposed = super().propose(tokens, tree)
+        assert proposed == self.fresh().propose(tokens, tree)
+        self.num_checked += 1
+        return proposed
+
+
+def test_a_model_drafts_from_the_states_of_what_was_verified():
+    """Which does not show in answers, but in how many tokens are accepted."""
+    sampling = SamplingParams(max_new_tokens=STEPS)
+    drafter = model_drafter(0, 1, sampling)
+    drafter.__class__ = Checked
+    drafter.fresh = partial(model_drafter, 0, 1, sampling)
+    state = state_of(0)
+    answer = begin_answer(parts_of(), state, asked(state, sampling), goes_back=True)
+    tokens, stats = generate_speculatively(answer, drafter, Pace(3, True))
+    assert tokens == plain_tokens(prefilled(0), parts_of(), sampling)
+    assert drafter.num_checked > 3 and stats.num_accepted < stats.num_drafted
 
 
 def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
