@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import REASONING_TAGS
-from ..grammar.grammars import quoted
+from ..grammar.grammars import quoted, tag_rule
 from .text import overlap, text_showing
 
 # By the tag that begins a thought, the one that ends it: most models', Claude's and its imitators',
@@ -195,18 +195,14 @@ def behind_thought(
         openings: the tags with which the model may begin a thought that is not opened yet.
         tokens: the ids of tags that are tokens.
     """
-
-    def tag_rule(tag: str) -> str:
-        return f"<[{tokens[tag]}]>" if tag in tokens else quoted(tag)
-
     rules = [_renamed_start(grammar)]
     thoughts = []
     begun = openings if parsing.opened is None else (parsing.opened,)
     for number, opening in enumerate(begun):
         closing = CLOSING_TAGS[opening]
-        head = "" if parsing.opened is not None else f"{tag_rule(opening)} "
+        head = "" if parsing.opened is not None else f"{tag_rule(opening, tokens)} "
         if closing in tokens:
-            rules.append(f"thought{number}: {head}/(?s:.*)/ {tag_rule(closing)} /\\s*/")
+            rules.append(f"thought{number}: {head}/(?s:.*)/ {tag_rule(closing, tokens)} /\\s*/")
         else:
             rules.append(f"thought{number}: {head}until{number} /\\s*/")
             rules.append(f"until{number}[suffix={quoted(closing)}]: /(?s:.*)/")

@@ -1,7 +1,7 @@
 """Constrained decoding by a JSON schema or a grammar, with llguidance (an extra)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,13 @@ class Grammar:
 def quoted(text: str) -> str:
     """Return a text as a string of JSON, and of llguidance's grammars."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def tag_rule(tag: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a tag in a grammar: its token, or its text."""
+    if tag in added_tokens:
+        return f"<[{added_tokens[tag]}]>"
+    return quoted(tag) if tag else ""
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:

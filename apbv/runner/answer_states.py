@@ -39,17 +39,21 @@ class _Layer:
         self.inputs: list[RuleInputs] = []
         self.rule: Rule | None = None
 
+    @property
+    def _num_logged(self) -> int:
+        """How many tokens were run since the settled states."""
+        return sum(mixed.shape[2] for mixed in self.mixed)
+
     def cut(self, num_kept: int) -> None:
         """Go back to the states behind the first tokens since the settled ones."""
-        num_run = sum(mixed.shape[2] for mixed in self.mixed)
-        if num_run == num_kept:
+        if self._num_logged == num_kept:
             return
         # Of a run that failed a layer may have no inputs, or only those of its convolution.
         self.newest, self.mixed, self.inputs = self._behind(num_kept)
 
     def settle(self, count: int) -> None:
         """Settle the states behind the first tokens since the settled ones."""
-        if count == sum(mixed.shape[2] for mixed in self.mixed):
+        if self._num_logged == count:
             self.settled = self.newest
             self.mixed = []
             self.inputs = []
@@ -163,10 +167,7 @@ class RunStates:
             last_inputs = torch.cat([last_inputs, piece], dim=2)[:, :, -width:]
             states.newest = (last_inputs, state)
             states.mixed.append(piece)
-        rows = []
-        for of_answer, count in zip(out, self._counts, strict=True):
-            rows.append(of_answer[None, :, :count])
-        return torch.cat(rows, dim=2)
+        return self._unpadded(out, dim=2)
 
     def attend(self, layer: int, inputs: RuleInputs, rule: Rule) -> Tensor:
         """Apply the rule to the rows ``[1, S, …]`` of a layer."""
@@ -183,10 +184,14 @@ class RunStates:
             states.newest = (last_inputs, after[row : row + 1])
             states.inputs.append(tuple(of_input[row] for of_input in pieces))
             states.rule = rule
-        rows = []
-        for of_answer, count in zip(out, self._counts, strict=True):
-            rows.append(of_answer[None, :count])
-        return torch.cat(rows, dim=1)
+        return self._unpadded(out, dim=1)
+
+    def _unpadded(self, out: Tensor, dim: int) -> Tensor:
+        """Join what was computed of the answers' tokens, which are along a dimension."""
+        pieces = []
+        for row, count in enumerate(self._counts):
+            pieces.append(out[row : row + 1].narrow(dim, 0, count))
+        return torch.cat(pieces, dim=dim)
 
 
 def _pad_rows(states: Tensor, length: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""How models write tool calls and thoughts."""
+"""How models write tool calls, and how calls are found in answers."""

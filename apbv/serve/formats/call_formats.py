@@ -8,15 +8,18 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequestError
-from ...grammar.grammars import json_rule, quoted
+from ...grammar.grammars import json_rule, quoted, tag_rule
 
 _decode_json = json.JSONDecoder().raw_decode
 # Of texts in tagged forms: to the tag that ends them.
 _ANY_TEXT = "/(?s:.*)/"
+# Keys of a schema that is made of others, and of one that lists values.
+_COMPOSED = {"$ref", "anyOf", "allOf", "oneOf"}
+_LISTED = {"enum", "const"}
 
 
 class NotACallError(Exception):
@@ -122,13 +125,6 @@ class CallFormat(ABC):
         for number, function in enumerate(functions):
             rules += self.call_rules(number, function, added_tokens)
         return "\n".join(rules)
-
-
-def tag_rule(tag: str, added_tokens: Mapping[str, int]) -> str:
-    """Return a tag in a grammar: its token, or its text."""
-    if tag in added_tokens:
-        return f"<[{added_tokens[tag]}]>"
-    return quoted(tag) if tag else ""
 
 
 @dataclass(frozen=True)
@@ -283,51 +279,75 @@ class TaggedCalls(CallFormat):
                 "writes each argument by itself, so that they need properties"
             )
 
-        def literal(text: str) -> str:
-            """Return text in a grammar, with tokens where its tags have some."""
-            pieces = []
-            for piece in re.split(r"(</?\w+>)", text):
-                if piece:
-                    pieces.append(tag_rule(piece, added_tokens))
-            return " ".join(pieces)
-
-        arguments = []
-        rules = []
         required = parameters.get("required") or ()
         definitions = {}
         for key in ("$defs", "definitions"):
             if key in parameters:
                 definitions[key] = parameters[key]
+
+        arguments = []
+        value_rules = []
         for place, (key, schema) in enumerate(properties.items()):
             value = f"v{number}_{place}"
-            behind = self.value_tags[1] + self.gap
             before = f"{self.name_tags[0]}{key}{self.name_tags[1]}{self.value_tags[0]}"
-            if _is_free_text(schema):
-                # Up to the tag that ends it.
-                first_tag = self.value_tags[1].strip()
-                lead, _, rest = behind.partition(first_tag)
-                if first_tag in added_tokens:
-                    token = tag_rule(first_tag, added_tokens)
-                    rules.append(f"{value}: {_ANY_TEXT} {token} {literal(rest)}")
-                else:
-                    rules.append(f"{value}: {value}t {literal(rest)}")
-                    rules.append(f"{value}t[suffix={quoted(lead + first_tag)}]: {_ANY_TEXT}")
-            elif _texts_of(schema) is not None:
-                texts = " | ".join(quoted(text) for text in _texts_of(schema) or ())
-                rules.append(f"{value}: ({texts}) {literal(behind)}")
-            else:
-                described = {**schema, **definitions} if isinstance(schema, dict) else schema
-                rules.append(f"{value}j: {json_rule(described)}")
-                rules.append(f"{value}: {value}j {literal(behind)}")
-            argument = f"{literal(before)} {value}"
+            argument = f"{_literal(before, added_tokens)} {value}"
             arguments.append(argument if key in required else f"({argument})?")
-        head = literal(self.head[0] + function["name"] + self.head[1])
-        tail = literal(self.tail)
-        return [f"f{number}: {head} {' '.join(arguments)} {tail}", *rules]
+            value_rules += self._value_rules(value, schema, definitions, added_tokens)
+        head = _literal(self.head[0] + function["name"] + self.head[1], added_tokens)
+        tail = _literal(self.tail, added_tokens)
+        return [f"f{number}: {head} {' '.join(arguments)} {tail}", *value_rules]
+
+    def _value_rules(
+        self,
+        name: str,
+        schema: Any,
+        definitions: dict[str, Any],
+        added_tokens: Mapping[str, int],
+    ) -> list[str]:
+        """Return the rules for an argument's value and what is behind it.
+
+        Args:
+            name: the first rule's, with which the others' begin.
+            schema: the value's.
+            definitions: the schemas to which it may refer.
+            added_tokens: as in :meth:`call_rules`.
+        """
+        behind = self.value_tags[1] + self.gap
+
+        # Any text, up to the tag that ends it.
+        if _is_free_text(schema):
+            closing = self.value_tags[1].strip()
+            lead, _, rest = behind.partition(closing)
+            quoted_rest = _literal(rest, added_tokens)
+            if closing in added_tokens:
+                return [f"{name}: {_ANY_TEXT} {tag_rule(closing, added_tokens)} {quoted_rest}"]
+            return [
+                f"{name}: {name}t {quoted_rest}",
+                f"{name}t[suffix={quoted(lead + closing)}]: {_ANY_TEXT}",
+            ]
+
+        # One of some texts.
+        quoted_behind = _literal(behind, added_tokens)
+        texts = _texts_of(schema)
+        if texts is not None:
+            choices = " | ".join(quoted(text) for text in texts)
+            return [f"{name}: ({choices}) {quoted_behind}"]
+
+        # JSON.
+        described = {**schema, **definitions} if isinstance(schema, dict) else schema
+        return [
+            f"{name}j: {json_rule(described)}",
+            f"{name}: {name}j {quoted_behind}",
+        ]
 
 
-# Keys of a schema that is made of others.
-_COMPOSED = {"$ref", "anyOf", "allOf", "oneOf"}
+def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Return text in a grammar, with tokens where its tags have some."""
+    pieces = []
+    for piece in re.split(r"(</?\w+>)", text):
+        if piece:
+            pieces.append(tag_rule(piece, added_tokens))
+    return " ".join(pieces)
 
 
 class _Scanner:
@@ -386,10 +406,14 @@ def _types_of(schema: Any) -> set[str]:
     return types
 
 
+def _is_text(types: set[str]) -> bool:
+    """Return whether values of these types are strings, or null."""
+    return "string" in types and types <= {"string", "null"}
+
+
 def _is_free_text(schema: Any) -> bool:
     """Return whether a value is any string, or null."""
-    types = _types_of(schema)
-    return "string" in types and types <= {"string", "null"} and not schema.keys() & _LISTED
+    return _is_text(_types_of(schema)) and not schema.keys() & _LISTED
 
 
 def _texts_of(schema: Any) -> list[str] | None:
@@ -402,10 +426,6 @@ def _texts_of(schema: Any) -> list[str] | None:
     return values
 
 
-# Keys of a schema that lists values.
-_LISTED = {"enum", "const"}
-
-
 def _value_of(text: str, parameters: Any, key: str) -> Any:
     """Return the value that an argument's text stands for.
 
@@ -416,8 +436,7 @@ def _value_of(text: str, parameters: Any, key: str) -> Any:
     schema = (properties or {}).get(key)
     types = _types_of(schema)
     is_null = text == "null" and "null" in types
-    may_be_text = "string" in types and types <= {"string", "null"}
-    if (may_be_text and not is_null) or _texts_of(schema) is not None:
+    if (_is_text(types) and not is_null) or _texts_of(schema) is not None:
         return text
     try:
         return json.loads(text)
@@ -436,12 +455,10 @@ GLM = TaggedCalls(
     value_tags=("\n<arg_value>", "</arg_value>"),
 )
 # Of GLM-4.7, without line breaks.
-GLM_SHORT = TaggedCalls(
-    opening="<tool_call>",
-    closing="</tool_call>",
+GLM_SHORT = replace(
+    GLM,
     separator="",
     head=("", ""),
-    name_tags=("<arg_key>", "</arg_key>"),
     value_tags=("<arg_value>", "</arg_value>"),
     gap="",
 )

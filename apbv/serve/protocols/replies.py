@@ -137,7 +137,7 @@ class Replies:
             ]
         return {"delta": delta}
 
-    def _parsed(self, piece: Piece) -> "_Parsed":
+    def _parsed(self, piece: Piece) -> _Parsed:
         """Return the parts of its answer that a piece adds to."""
         thought = ""
         text = piece.text

@@ -159,21 +159,8 @@ class Reader:
         calls = None
         shown_tags: tuple[str, ...] = () if thoughts is None else TAGS
         if request.may_call:
-            call_format = self._call_format
-            assert call_format is not None, "requests with tools are refused without one"
-            shown_tags = (*call_format.tags, *TAGS)
-            opened = None
-            if thoughts is None:
-                opened = opened_thought(prompt.rendered.text, request.continued_texts)
-            calls = CallParsing(
-                form=call_format,
-                max_calls=1 if request.makes_one_call else None,
-                parameters={
-                    function["name"]: function["parameters"] for function in request.functions
-                },
-                thought=opened,
-                has_thoughts=not request.is_constrained,
-            )
+            calls = self._call_parsing(request, prompt.rendered.text, thoughts)
+            shown_tags = (*calls.form.tags, *TAGS)
 
         # Write the order.
         sampling = self._sampling(request, max_new_tokens, constraint)
@@ -202,6 +189,29 @@ class Reader:
             prompt=prompt,
             calls=calls,
             thoughts=thoughts,
+        )
+
+    def _call_parsing(
+        self, request: GenerationRequest, prompt_text: str, thoughts: ThoughtParsing | None
+    ) -> CallParsing:
+        """Return how calls are found in a request's answers.
+
+        Args:
+            prompt_text: the prompt as rendered.
+            thoughts: how the thought before them is found; None: it is not separated.
+        """
+        call_format = self._call_format
+        assert call_format is not None, "requests with tools are refused without one"
+        opened = None
+        if thoughts is None:
+            opened = opened_thought(prompt_text, request.continued_texts)
+        parameters = {function["name"]: function["parameters"] for function in request.functions}
+        return CallParsing(
+            form=call_format,
+            max_calls=1 if request.makes_one_call else None,
+            parameters=parameters,
+            thought=opened,
+            has_thoughts=not request.is_constrained,
         )
 
     def _token_ids(self, request: CompletionRequest, prompts: PromptReader) -> list[int]:
