@@ -3,7 +3,6 @@
 import ctypes
 import math
 import mmap
-import multiprocessing as mp
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from apbv.kernels import (
     triton_specialization,
     verify_attention,
 )
+
+from apbv_tests.pool import exit_statuses, start
 
 pytestmark = pytest.mark.cpu  # a GPU has no such pages
 
@@ -79,19 +80,21 @@ def between_products(guard):
     triton_elementwise.rotated(q, k, *angles)
 
 
+def run_between_guards(behind: bool) -> None:
+    torch.set_num_threads(1)
+    for operator in (attend, attend_masked, merge, rank, between_products):
+        print(operator.__name__, flush=True)
+        operator(lambda tensor: guarded(tensor, behind))
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_nothing_outside_is_read(behind):
-    """In a process of its own, which touching a guard page would end."""
+    """In a process of its own, which touching a guard page would end.
 
-    def run():
-        for operator in (attend, attend_masked, merge, rank, between_products):
-            print(operator.__name__, flush=True)
-            operator(lambda tensor: guarded(tensor, behind))
-
-    process = mp.get_context("fork").Process(target=run)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    This process may have threads that hold locks: one that is forked of it could wait for them for
+    ever.
+    """
+    assert exit_statuses([start(run_between_guards, behind)]) == [0]
 
 
 def test_lengths_and_strides_do_not_compile_anew():
