@@ -331,6 +331,7 @@ class Engine:
         reuse: ReuseConfig | None = None,
         decode: DecodeConfig | None = None,
         adapter: str | Path | None = None,
+        expert_parallel: bool = False,
     ) -> "Engine":
         """Load a model and its processor on every host; collective.
 
@@ -345,10 +346,12 @@ class Engine:
             dtype: the weights' dtype; ``"auto"`` takes the checkpoint's.
             captioner, reuse, decode: see :class:`Engine`.
             adapter: a directory or hub id of a PEFT adapter to merge into the model ``name``.
+            expert_parallel: whether each of a host's processes gets some of a model's experts
+                whole, and not some columns of each.
 
         Raises:
-            UnsupportedModelError: the model does not exist or is not supported, or its adapter
-                cannot be merged.
+            UnsupportedModelError: the model does not exist or is not supported, its adapter cannot
+                be merged, or its sizes cannot be shared out evenly over a host's processes.
             InvalidConfigError: settings contradict one another.
             HostError: another host failed to load it.
         """
@@ -364,10 +367,16 @@ class Engine:
         with hosts.local_stage("reading the settings") as agreement:
             # Not the model's path: it may lie elsewhere on another machine, and its weights are
             # compared.
-            settings = {"dtype": str(dtype), **_settings(config, speculate, reuse, decode)}
+            settings = {
+                "dtype": str(dtype),
+                "expert_parallel": expert_parallel,
+                **_settings(config, speculate, reuse, decode),
+            }
             agreement.settings("the engine's settings", settings)
             draft_model = drafting.find_model(config, is_demo)
-            described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
+            described = require_loadable(
+                path, hosts.device, adapter, hosts.tensor_parallel_size, expert_parallel
+            )
             require_usable(
                 config.reduce,
                 described,
@@ -383,7 +392,13 @@ class Engine:
         with stage(f"loading {name}"):
             has_model = not drafting.drafts_only
             model, processor = load_model(
-                path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter
+                path,
+                dtype,
+                hosts,
+                with_model=has_model,
+                sharded=True,
+                adapter=adapter,
+                expert_parallel=expert_parallel,
             )
         draft = drafting.load_model(draft_model, dtype, processor)
         name = str(name) if adapter is None else f"{name}+{adapter}"

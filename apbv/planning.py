@@ -22,7 +22,7 @@ from .layout import ContextLayout, LayoutError
 from .model.families import DecoderSizes, family_of, hybrid_family, require_supported
 from .model.loading.load import read_config, read_video_processor
 from .model.loading.quantization import quantization_of
-from .model.loading.tensor_parallel import require_divisible, weight_bytes
+from .model.loading.tensor_parallel import require_divisible, shares_whole_experts, weight_bytes
 from .prefilling.encoding.vision import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, PrefillMethod, resolve_method
@@ -149,6 +149,7 @@ def plan(
     tokens: int | None = None,
     hosts: int = 1,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     prefill: PrefillConfig | None = None,
     speculate: SpeculativeConfig | None = None,
     dtype: str | torch.dtype = "auto",
@@ -164,6 +165,7 @@ def plan(
         tokens: the tokens of a long text.
         hosts: H.
         tensor_parallel: T, the processes that share a host's model.
+        expert_parallel: whether each of them has whole experts, and not columns of all.
         prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
         speculate: how answers are drafted: the draft model and its KV take memory, too.
         dtype: the dtype of weights and KV; ``"auto"``: the config's.
@@ -191,8 +193,7 @@ def plan(
     # Read the model's config, and check that it supports all this.
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config, None)
-    if tensor_parallel > 1:
-        require_divisible(config, tensor_parallel)
+    require_divisible(config, tensor_parallel, expert_parallel)
     itemsize = _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
     refuse(
@@ -215,6 +216,7 @@ def plan(
         frame_shape=None if num_frames is None else frame_shape,
         num_hosts=hosts,
         tensor_parallel=tensor_parallel,
+        expert_parallel=tensor_parallel > 1 and shares_whole_experts(config, expert_parallel),
         prefill=prefill,
         method=resolve_method(prefill, hosts),
         draft=_draft_memory(speculate, dtype),
@@ -295,6 +297,7 @@ class _Planner:
         frame_shape: height and width of the video's frames, in pixels; None: prompts are texts.
         num_hosts: H.
         tensor_parallel: T.
+        expert_parallel: whether each of T processes has whole experts.
         prefill: how prompts are prefilled.
         method: the method that runs.
         draft: the draft model's memory; None without a draft model.
@@ -311,6 +314,7 @@ class _Planner:
     frame_shape: tuple[int, int] | None
     num_hosts: int
     tensor_parallel: int
+    expert_parallel: bool
     prefill: PrefillConfig
     method: type[PrefillMethod]
     draft: _DraftMemory | None
@@ -357,6 +361,7 @@ class _Planner:
                 itemsize=self.itemsize,
                 device=self.device,
                 tensor_parallel=self.tensor_parallel,
+                expert_parallel=self.expert_parallel,
                 by_layer=self.method.gathers_by_layer(self.prefill),
                 asks_apart=self.method.asks_apart(self.prefill),
                 question_start=context.stop,

@@ -375,6 +375,13 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel GPUs per host (default 1)",
     )
     hosts.add_argument(
+        "--expert-parallel",
+        "--enable-expert-parallel",
+        action="store_true",
+        help="with --tensor-parallel: each GPU gets some of the experts whole, and not some "
+        "columns of all",
+    )
+    hosts.add_argument(
         "--timeout",
         type=positive(float, 10**6),
         default=300.0,
@@ -508,6 +515,7 @@ def load_engine(
         reuse=reuse,
         decode=DecodeConfig(**given(options, DecodeConfig)),
         adapter=options.adapter,
+        expert_parallel=options.expert_parallel,
     )
 
 

@@ -56,6 +56,9 @@ def parse_arguments(
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="T", help="GPUs per host (default 1)"
     )
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="with whole experts on each GPU of a host"
+    )
     prefill_settings = [setting for setting in PREFILL if setting.field in _OF_PREFILL]
     add_settings(parser, prefill_settings, with_defaults=True)
     add_settings(parser, REDUCE)
@@ -107,6 +110,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             resolution=options.resolution,
             hosts=options.hosts,
             tensor_parallel=options.tensor_parallel,
+            expert_parallel=options.expert_parallel,
             dtype=options.dtype,
         )
     except ApbvError as error:

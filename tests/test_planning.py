@@ -21,12 +21,12 @@ from apbv import (
 )
 from apbv.input.prompts.model_inputs import ModelInputs
 from apbv.launch.plan import main
-from apbv.model.loading.tensor_parallel import require_divisible, weight_bytes
+from apbv.model.loading.tensor_parallel import weight_bytes
 from apbv.model.parts import inspect_model
 from apbv.planning import video_size
 
 from apbv_tests import families
-from apbv_tests.families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
+from apbv_tests.families import TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import by_processor
 
@@ -57,17 +57,91 @@ def test_weights_are_those_of_the_model(family):
     one = partial(weight_bytes, model.config, 1)
     cpu = torch.device("cpu")
     assert one(cpu) == sum(weight.numel() for weight in model.parameters())
-    in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
-    shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
-    is_glm = family.startswith(("glm4", "glm_ocr"))
-    if is_glm or family.endswith("_moe") or family in HYBRID_FAMILIES:
-        with pytest.raises(
-            ValueError, match=r"does not (share out the MLPs|split the linear attention)"
-        ):
-            require_divisible(model.config, 2)
-        return
+    shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    for name, module in model.get_decoder().layers.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith("shared_expert_gate"):
+            shared.append(module.weight)
+        if name.endswith("mlp.experts"):
+            shared += [module.gate_up_proj, module.down_proj]
     saved = one(cpu) - one(cpu, 2)
-    assert saved == sum(module.weight.numel() for module in shared) // 2
+    assert saved == sum(weight.numel() // 2 for weight in shared)
+
+
+# Sizes that differ from those of the family's default config.
+LARGE = {
+    "Qwen3-VL-235B-A22B": (
+        "qwen3_vl_moe",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+        },
+    ),
+    "GLM-4.5V": ("glm4v_moe", {}),
+    "Qwen3-Next-80B-A3B": (
+        "qwen3_next",
+        {
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "Qwen3.5-9B": ("qwen3_5", {}),
+    "Qwen3.5-27B": (
+        "qwen3_5",
+        {
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "intermediate_size": 17408,
+            "linear_num_value_heads": 48,
+        },
+    ),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe", {}),
+    "Qwen3.5-122B-A10B": (
+        "qwen3_5_moe",
+        {
+            "hidden_size": 3072,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+            "linear_num_value_heads": 64,
+        },
+    ),
+    "Qwen3.5-397B-A17B": (
+        "qwen3_5_moe",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+            "linear_num_value_heads": 64,
+        },
+    ),
+}
+
+
+def large_config(name: str):
+    family, sizes = LARGE[name]
+    text = dict(sizes)
+    if "num_hidden_layers" in text and family.startswith("qwen3_5"):
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        text["layer_types"] = kinds * (text["num_hidden_layers"] // 4)
+    config_class = CONFIG_MAPPING[family]
+    if family in TEXT_FAMILIES:
+        return config_class(**text)
+    return config_class(text_config=text)
 
 
 def test_the_packaged_model_is_planned_as_it_is_prefilled():

@@ -160,11 +160,6 @@ CONFLICTS = [
         "models continue from",
     ),
     Conflict(
-        "hybrid",
-        "tensor_parallel",
-        "tensor parallelism does not split the linear attention of {hybrid} models",
-    ),
-    Conflict(
         "handing_over",
         "reduction",
         "{handing_over} transfers whole prompts, but {reduction} prunes them",

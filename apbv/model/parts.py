@@ -49,6 +49,7 @@ class ModelParts:
         sizes: the sizes of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0,
             1) where they are whole.
+        is_expert_parallel: whether each of T processes has whole experts, and not columns of all.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: of the weights.
         sees: whether the model reads images, and not only text.
@@ -99,6 +100,7 @@ class ModelParts:
     vocab_size: int = field(init=False, repr=False, compare=False)
     row_width: int = field(init=False, repr=False, compare=False)
     tensor_parallel: tuple[int, int] = field(init=False, repr=False, compare=False)
+    is_expert_parallel: bool = field(init=False, repr=False, compare=False)
     num_kv_heads: int = field(init=False, repr=False, compare=False)
     embed_tokens: nn.Module = field(init=False, repr=False, compare=False)
     dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -170,6 +172,14 @@ class ModelParts:
         kv_heads_of_members = split_evenly(range(self.sizes.kv_heads), num_members)
         self._set("tensor_parallel", (member, num_members))
         self._set("num_kv_heads", len(kv_heads_of_members[member]))
+        # transformers' name for experts of which a process has some.
+        self._set(
+            "is_expert_parallel",
+            any(
+                getattr(module, "_is_expert_parallel", False)
+                for module in self.language_model.modules()
+            ),
+        )
 
     def _set_vision(self) -> None:
         """Set how the family counts visual tokens."""
@@ -362,7 +372,10 @@ def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
         yield _first_weights(mlp.gate_up_proj)
     if hasattr(mlp, "experts"):
         yield mlp.gate.weight[0]
-        yield mlp.experts.gate_up_proj[0, 0]
+        experts = mlp.experts.gate_up_proj
+        if hasattr(experts, "to_local"):
+            experts = experts.to_local()  # this process's shard
+        yield experts[0, 0]
 
 
 def _first_weights(linear: Any) -> Tensor:

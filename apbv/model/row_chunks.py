@@ -46,7 +46,8 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     if getattr(decoder.norm, "is_fused", False):
         norm_rows = most_rows  # which holds nothing but its result
     mlp_rows = chunk_rows(
-        parts.device, mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1])
+        parts.device,
+        mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1], parts.is_expert_parallel),
     )
     modules: list[tuple[Any, int]] = [(decoder.norm, norm_rows)]
     for layer in decoder.layers:
@@ -80,13 +81,23 @@ def chunk_rows(device: torch.device, row_bytes: int) -> int:
     return max(chunk_bytes // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE, _FEWEST_ROWS)
 
 
-def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) -> int:
+def mlp_row_bytes(
+    sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1, expert_parallel: bool = False
+) -> int:
     """Return an MLP's activations per row: the gate, the other projection, and their product.
 
     Each of a row's experts has these, a copy of the row, and its own result before and after its
     weight.
+
+    Args:
+        tensor_parallel: T, the processes that share the columns of the MLP.
+        expert_parallel: whether each has whole experts instead. They allocate rows for those of
+            others, too.
     """
     width = ceil(sizes.intermediate / tensor_parallel)
+    if expert_parallel:
+        experts_width = sizes.routed_width + ceil(sizes.shared_width / tensor_parallel)
+        width = max(experts_width, ceil(sizes.dense_width / tensor_parallel))
     num_values = 3 * width + 3 * sizes.chosen_experts * sizes.hidden
     return num_values * itemsize
 

@@ -146,6 +146,7 @@ def prefill(
             asks_apart=method.asks_apart(config),
             question_start=inputs.query_start,
             tensor_parallel=parts.tensor_parallel[1],
+            expert_parallel=parts.is_expert_parallel,
             visual=visual_tokens,
             encodes_all=not config.ablation.frame_parallel,
         )

@@ -73,6 +73,7 @@ def host_memory(
     asks_apart: bool = False,
     question_start: int = 0,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     visual: range = range(0),
     num_encoded: int = 0,
     encodes_all: bool = False,
@@ -93,6 +94,7 @@ def host_memory(
             :meth:`.PrefillMethod.asks_apart`.
         question_start: the number of tokens before the question.
         tensor_parallel: T, the processes that shard a host's model.
+        expert_parallel: whether each of them has whole experts.
         visual: from the first visual token to the last.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
         encodes_all: whether it has the embeddings of the whole prompt, without frame parallelism,
@@ -151,7 +153,7 @@ def host_memory(
     queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
     attention = num_rows * (hidden + queries)
     # Or the layer's input, an MLP's, its output, and a chunk.
-    mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
+    mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel, expert_parallel)
     mlp_chunk = min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     mlp = 3 * num_rows * hidden + mlp_chunk
     logits = sizes.vocab * (itemsize + 4)

@@ -3,10 +3,12 @@ model on each."""
 
 import time
 from pathlib import Path
+from shutil import copytree
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig
 from apbv.kv.export.prefilled import own_heads
@@ -30,24 +32,36 @@ def joined(processes: HostGroup, size: int) -> HostGroup:
     )
 
 
+# Matrices that every process has: of routers, and of the short convolution.
+REPLICATED = ("mlp.gate.weight", "shared_expert_gate.weight", "conv1d.weight")
+
+
 def num_matrix_elements(model) -> int:
-    """Numbers in the language model's and its head's matrices that are here."""
+    """Numbers in the language model's and its head's matrices, of experts too, that are here."""
     count = 0
     for module in (model.get_decoder(), model.get_output_embeddings()):
-        for weight in module.parameters():
-            if weight.ndim == 2:
+        for name, weight in module.named_parameters():
+            if weight.ndim > 1 and not name.endswith(REPLICATED):
                 here = weight.to_local() if hasattr(weight, "to_local") else weight
                 count += here.numel()
     return count
 
 
 def prefill_job(
-    processes: HostGroup, size: int, path: str, settings: dict, request: dict, chunked=False
+    processes: HostGroup,
+    size: int,
+    path: str,
+    settings: dict,
+    request: dict,
+    chunked=False,
+    expert_parallel=False,
 ) -> dict:
     """What a process is left with: its place, logits, the KV of its heads, and how the answer goes
     on."""
     hosts = joined(processes, size) if size > 1 else processes
-    engine = Engine.from_pretrained(path, prefill=PrefillConfig(**settings), hosts=hosts)
+    engine = Engine.from_pretrained(
+        path, prefill=PrefillConfig(**settings), hosts=hosts, expert_parallel=expert_parallel
+    )
     with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1} if chunked else {}):
         state = engine.prefill(QUESTION, **request)
     cache = state.to_dynamic_cache()
@@ -59,7 +73,8 @@ def prefill_job(
     answer = engine.decode(state, max_new_tokens=3)
     kv = None
     if cache is not None:
-        kv = [torch.stack([layer.keys, layer.values]) for layer in cache.layers]
+        attending = [layer for layer in cache.layers if hasattr(layer, "keys")]
+        kv = [torch.stack([layer.keys, layer.values]) for layer in attending]
     return {
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
@@ -86,6 +101,13 @@ CASES = [
     ),
     *((f, {}, 2, 0) for f in (families.OMNI, *families.IMAGE_FAMILIES)),
     *((f, {}, 2, 6) for f in ("qwen2", "qwen3", "mistral", "smollm3")),
+    # Joint MLPs, experts, linear attention.
+    *((f, {}, 2, 0) for f in ("glm4v", "glm46v", "glm_ocr", "glm4v_moe", "qwen3_vl_moe")),
+    ("glm4", {}, 2, 30),
+    ("qwen3_moe", {"kv": "sharded"}, 4, 30),
+    ("qwen3_5", {}, 4, 0),
+    ("qwen3_5_moe", {"kv": "sharded"}, 4, 0),
+    *((f, {}, 2, 6) for f in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
 ]
 
 
@@ -125,6 +147,102 @@ def test_it_is_what_whole_hosts_compute(
             torch.testing.assert_close(here, all_heads[:, :, share["kv_heads"]], **CLOSE)
     assert shares[0]["kv_heads"] + shares[1]["kv_heads"] == whole["kv_heads"]
     assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
+
+
+WITH_EXPERTS = ["qwen3_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_whole_experts_are_what_whole_hosts_compute(pool, checkpoints, clip, family):
+    """Each of two processes has three of six experts."""
+    request = {"context": SENTENCE * 6}
+    if family in families.VISION_FAMILIES:
+        request = {"video": str(clip), "num_frames": 13}
+    path = str(checkpoints(family))
+    (whole,) = pool.run(1, prefill_job, 1, path, {}, request)
+    settings = {"passing_len": 10_000}
+    for share in pool.run(4, prefill_job, 2, path, settings, request, False, True):
+        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01
+
+
+def test_experts_whose_weights_are_transposed_are_the_same(pool, checkpoints, clip, tmp_path):
+    """Checkpoints of Qwen3-VL with experts have them so; those that transformers saves do not."""
+    request = {"video": str(clip), "num_frames": 13}
+    path = checkpoints("qwen3_vl_moe")
+    transposed = tmp_path / "transposed"
+    copytree(path, transposed)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if ".mlp.experts." in name:
+            weights[name] = weight.transpose(1, 2).contiguous()
+    save_file(weights, transposed / "model.safetensors", metadata={"format": "pt"})
+    (whole,) = pool.run(1, prefill_job, 1, str(path), {}, request)
+    for share in pool.run(2, prefill_job, 2, str(transposed), {}, request):
+        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+
+
+def rejected_job(processes: HostGroup, paths: list[str]) -> list[str]:
+    hosts = joined(processes, 2)
+    refused = []
+    for path in paths:
+        refused.append(described(lambda path=path: Engine.from_pretrained(path, hosts=hosts)))
+    return refused
+
+
+def test_what_two_processes_cannot_share_is_refused(pool, tmp_path):
+    """The message names the number."""
+    sizes_of_family = {
+        "qwen3_moe": {"moe_intermediate_size": 45},
+        "qwen3_next": {"shared_expert_intermediate_size": 45},
+        "qwen3_vl_moe": {"num_experts": 5},
+        "glm4v_moe": {"intermediate_size": 45},
+        "qwen3_5_text": {"num_attention_heads": 3, "num_key_value_heads": 1},
+    }
+    expected = [
+        "45 columns in each expert",
+        "45 columns in its shared expert",
+        "5 experts",
+        "45 columns in its MLP",
+        "3 attention heads",
+    ]
+    paths = []
+    for family, sizes in sizes_of_family.items():
+        config = families.build_config(family)
+        for name, size in sizes.items():
+            setattr(config.get_text_config(), name, size)
+        folder = tmp_path / family
+        config.save_pretrained(folder)
+        paths.append(str(folder))
+    for process in pool.run(2, rejected_job, paths):
+        for message, size in zip(process, expected, strict=True):
+            assert message == (
+                f"UnsupportedModelError: the model's {size} cannot be split evenly across 2 "
+                "processes"
+            )
+
+
+def without_experts_job(processes: HostGroup, paths: list[str]) -> list[str]:
+    ways = ((paths[0], joined(processes, 2)), (paths[1], processes))
+    return [
+        described(
+            lambda path=path, hosts=hosts: Engine.from_pretrained(
+                path, hosts=hosts, expert_parallel=True
+            )
+        )
+        for path, hosts in ways
+    ]
+
+
+def test_expert_parallelism_needs_experts_and_processes(pool, checkpoints):
+    paths = [str(checkpoints("llama")), str(checkpoints("qwen3_moe"))]
+    for no_experts, one_process in pool.run(2, without_experts_job, paths):
+        assert no_experts == (
+            "InvalidConfigError: llama models have no experts for expert parallelism"
+        )
+        assert one_process.startswith("InvalidConfigError: expert parallelism shares out experts")
 
 
 def ways_job(

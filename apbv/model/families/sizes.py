@@ -89,6 +89,11 @@ class DecoderSizes:
             one token.
         experts, chosen_experts: how many experts a layer has, and how many of them compute a token;
             0: none.
+        dense_width: the width of the MLP in layers without experts; 0: there are none.
+        expert_width: the width of each expert that a router chooses; 0: there are none.
+        routed_width: the widths of those that it chooses for a token, together.
+        shared_width: the width of the experts that compute every token, together; 0: there are
+            none.
         linear: the sizes of the layers that have linear attention; None: all have attention.
         deepstack: L, the number of first layers after which visual features are added to the hidden
             states (Qwen3-VL).
@@ -104,6 +109,10 @@ class DecoderSizes:
     deepstack: int = 0
     experts: int = 0
     chosen_experts: int = 0
+    dense_width: int = 0
+    expert_width: int = 0
+    routed_width: int = 0
+    shared_width: int = 0
     linear: LinearSizes | None = None
 
     @classmethod
@@ -116,22 +125,32 @@ class DecoderSizes:
         text = config.get_text_config()
 
         # The MLP, or the experts.
-        width = _first_of(text, "intermediate_size")
-        experts = _first_of(text, "num_experts", "n_routed_experts")
+        dense_width = _first_of(text, "intermediate_size")
+        width = dense_width
+        expert_width = 0
+        routed_width = 0
+        shared_width = 0
         num_active_experts = 0
+        experts = _first_of(text, "num_experts", "n_routed_experts")
         if experts:
-            num_active_experts = text.num_experts_per_tok + _first_of(text, "n_shared_experts")
-            shared_width = _first_of(text, "shared_expert_intermediate_size")
-            experts_width = text.moe_intermediate_size * num_active_experts + shared_width
-            if shared_width:  # an expert of another width
-                num_active_experts += 1
+            expert_width = text.moe_intermediate_size
+            routed_width = text.num_experts_per_tok * expert_width
+            # Either several experts as wide as the others, or one of another width.
+            num_shared = _first_of(text, "n_shared_experts")
+            shared_width = num_shared * expert_width
+            other_width = _first_of(text, "shared_expert_intermediate_size")
+            if other_width:
+                num_shared += 1
+                shared_width += other_width
+            num_active_experts = text.num_experts_per_tok + num_shared
             # Some layers may have an MLP all the same.
             has_dense_layers = (
                 bool(_first_of(text, "mlp_only_layers", "first_k_dense_replace"))
                 or _first_of(text, "decoder_sparse_step") > 1
             )
-            dense_width = width if has_dense_layers else 0
-            width = max(experts_width, dense_width)
+            if not has_dense_layers:
+                dense_width = 0
+            width = max(routed_width + shared_width, dense_width)
 
         # What older configs leave out.
         head_dim = getattr(text, "head_dim", None)
@@ -150,6 +169,10 @@ class DecoderSizes:
             deepstack=len(deepstack_layers),
             experts=experts,
             chosen_experts=num_active_experts,
+            dense_width=dense_width,
+            expert_width=expert_width,
+            routed_width=routed_width,
+            shared_width=shared_width,
             linear=LinearSizes.from_config(text),
             **others,
         )

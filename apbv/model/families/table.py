@@ -25,6 +25,8 @@ class FamilyRow:
         like: the family whose class it has: itself, or another.
         is_hybrid: whether some layers have linear attention.
         has_joint_mlp: whether its decoder's MLP has its gate and its projection up in one matrix.
+        has_transposed_experts: whether checkpoints have the weights of experts the other way round
+            than the model.
         since: the first release of transformers with the model and the processor that apbv takes
             apart.
         towers: the vision towers, by ``model_type``, that its checkpoints may have; None: its own.
@@ -36,6 +38,7 @@ class FamilyRow:
     like: str
     is_hybrid: bool
     has_joint_mlp: bool
+    has_transposed_experts: bool
     since: tuple[int, ...]
     towers: tuple[str, ...] | None
 
@@ -50,6 +53,7 @@ def _row(name: str, section: str, entry: dict[str, Any]) -> FamilyRow:
         like=entry.get("like", name),
         is_hybrid=entry.get("hybrid", False),
         has_joint_mlp=entry.get("joint_mlp", False),
+        has_transposed_experts=entry.get("transposed_experts", False),
         since=tuple(entry.get("since", (0, 0))),
         towers=None if towers is None else tuple(towers),
     )

@@ -68,6 +68,7 @@ def load_model(
     with_model: bool = True,
     sharded: bool = False,
     adapter: str | Path | None = None,
+    expert_parallel: bool = False,
 ) -> tuple[PreTrainedModel | None, Any]:
     """Load a model and its processor.
 
@@ -81,6 +82,8 @@ def load_model(
         with_model: if false, only the processor is loaded, and None is returned for the model.
         sharded: with tensor parallelism load only this process's share.
         adapter: an adapter to merge into the model.
+        expert_parallel: of a model that is shared out, whether the process gets whole experts, and
+            not columns of each.
 
     Raises:
         InvalidConfigError: there is no such dtype.
@@ -96,7 +99,9 @@ def load_model(
         model = None
         if with_model:
             if sharded and hosts.tensor_parallel_size > 1:
-                model = load_sharded(auto, base, config, dtype, hosts, adapter)
+                model = load_sharded(
+                    auto, base, config, dtype, hosts, adapter, expert_parallel=expert_parallel
+                )
             elif quantization_of(config) is not None:
                 model = load_quantized(auto, base, config, dtype, hosts.device)
             else:
@@ -121,10 +126,13 @@ def require_loadable(
     device: torch.device,
     adapter: str | Path | None = None,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
 ) -> PreTrainedConfig:
     """Read a model's config, and make all checks of :func:`load_model` that need no weights.
 
     Raises:
+        InvalidConfigError: settings contradict one another, or expert parallelism has no experts to
+            share out.
         UnsupportedModelError: there is no such model, it is not supported, its adapter cannot be
             merged, or its quantized weights cannot be used here.
     """
@@ -136,7 +144,7 @@ def require_loadable(
         tensor_parallel=tensor_parallel > 1,
         adapter=None if adapter is None else str(adapter),
     )
-    require_shardable(config, tensor_parallel)
+    require_shardable(config, tensor_parallel, expert_parallel)
     require_quantization(config, device)
     if adapter is not None:
         require_mergeable(family.auto_class, config, adapter)

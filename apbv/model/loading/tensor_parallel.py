@@ -3,11 +3,14 @@
 Within each host this is transformers' own tensor parallelism.
 
 Every member of a host holds 1/T of the language model's matrices: of attention its heads, of the
-MLP its columns, of the embedding and the head its part of the vocabulary. The norms are replicated,
-and so is the vision tower, for which transformers has no plan: every member encodes what its host
-has to encode.
+MLP and of every expert its columns, of the embedding and the head its part of the vocabulary. With
+expert parallelism it holds 1/T of the experts instead, each of them whole. Of linear attention it
+holds some columns of the projections, whose results the members gather: each applies the whole
+rule, and has the whole state. The norms and routers are replicated, and so is the vision tower, for
+which transformers has no plan: every member encodes what its host has to encode.
 """
 
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,22 +19,25 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import Transpose
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
 from ...compat.versions import how_to_install, release
-from ...config.refusals import refuse
-from ...errors import BackendUnavailableError, UnsupportedModelError
+from ...errors import BackendUnavailableError, InvalidConfigError, UnsupportedModelError
 from ...hosts import HostGroup
 from ..families import family_of, hybrid_family
+from ..modules import decoder_layers
 from .adapters import merged
 from .checkpoints import load_weights
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
+# Of the plans for experts, joint MLPs and linear attention.
+FIRST_VERSION_OF_OTHERS = (5, 23)
 
-# How transformers is to share out a decoder layer. It has such plans itself, but not for every
-# family.
+# How transformers is to share out a decoder layer: styles by the names of modules and of weights
+# within it. It has such plans itself, but not for every family.
 LAYER_PLAN = {
     "self_attn.q_proj": "colwise",
     "self_attn.k_proj": "colwise",
@@ -40,6 +46,35 @@ LAYER_PLAN = {
     "mlp.gate_proj": "colwise",
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
+    # Of each of its two halves some columns, so that no member needs those of others. transformers'
+    # own plans gather all columns.
+    "mlp.gate_up_proj": "packed_colwise",
+    # One expert that computes every token.
+    "mlp.shared_expert.gate_proj": "colwise",
+    "mlp.shared_expert.up_proj": "colwise",
+    "mlp.shared_expert.down_proj": "rowwise",
+    "mlp.shared_experts.gate_proj": "colwise",
+    "mlp.shared_experts.up_proj": "colwise",
+    "mlp.shared_experts.down_proj": "rowwise",
+    # Linear attention.
+    "linear_attn.in_proj_qkv": "colwise_gather_output",
+    "linear_attn.in_proj_z": "colwise_gather_output",
+    "linear_attn.in_proj_b": "colwise_gather_output",
+    "linear_attn.in_proj_a": "colwise_gather_output",
+    "linear_attn.in_proj_qkvz": "colwise_gather_output",
+    "linear_attn.in_proj_ba": "colwise_gather_output",
+    "linear_attn.out_proj": "colwise_gather_output",
+}
+# The experts among which a router chooses: their weights are tensors of three dimensions.
+EXPERT_COLUMNS_PLAN = {
+    "mlp.experts.gate_up_proj": "packed_colwise",
+    "mlp.experts.down_proj": "rowwise",
+    "mlp.experts": "moe_tp_experts",
+}
+WHOLE_EXPERTS_PLAN = {
+    "mlp.experts.gate_up_proj": "grouped_gemm",
+    "mlp.experts.down_proj": "grouped_gemm",
+    "mlp.experts": "ep_dispatch_experts",
 }
 
 
@@ -50,6 +85,7 @@ def load_sharded(
     dtype: str | torch.dtype,
     hosts: HostGroup,
     adapter: str | Path | None = None,
+    expert_parallel: bool = False,
 ) -> PreTrainedModel:
     """Load this process's share of a model, and no more, from the checkpoint.
 
@@ -62,10 +98,13 @@ def load_sharded(
         auto: the class of :mod:`transformers.models.auto` that would load the whole model.
         adapter: merged into the whole model, which every process then has in CPU memory until it
             has its share.
+        expert_parallel: whether the process gets whole experts, and not columns of each; see
+            :func:`shares_whole_experts`.
 
     Raises:
         BackendUnavailableError: the checkpoint lacks weights, or the adapter cannot be merged.
     """
+    shares_experts = shares_whole_experts(config, expert_parallel)
     with torch.device("meta"):
         whole = auto.from_config(config)
     kind = type(whole)
@@ -80,12 +119,23 @@ def load_sharded(
     def prepare_distribute_model(cls, distributed_config, device_map=None):
         return distributed_config, hosts.device, mesh
 
+    def load_pretrained_model(model, state_dict, files, load_config, *args, **kwargs):
+        _compare_shapes_of_experts(load_config.weight_mapping)
+        return kind._load_pretrained_model(model, state_dict, files, load_config, *args, **kwargs)
+
     attributes = {
         "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "_load_pretrained_model": staticmethod(load_pretrained_model),
         "__module__": kind.__module__,
     }
     loading = type(kind.__name__, (kind,), attributes)
-    plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
+    size = hosts.tensor_parallel_size
+    plan = DistributedConfig(
+        tp_size=size,
+        tp_plan=plan_of(whole),
+        ep_size=size if shares_experts else 1,
+        ep_plan=expert_plan_of(whole) if shares_experts else None,
+    )
     if adapter is None:
         model = load_weights(loading, path, dtype=dtype, distributed_config=plan)
     else:
@@ -103,55 +153,144 @@ def load_sharded(
     return model
 
 
+class _TransposeOfSome(Transpose):
+    """Transposes the weights of some of a layer's experts, unless they have the model's shape.
+
+    transformers' class compares their number, too, which is that of all experts in the model.
+    """
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]  # its own base class says lists, and it tensors
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        weight = next(iter(input_dict.values()))
+        if isinstance(weight, list):
+            weight = weight[0]
+        name = self.get_target_pattern(input_dict, source_patterns, target_patterns)
+        expected_shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
+        if weight.shape[1:] != expected_shape[1:]:
+            weight = weight.transpose(self.dim0, self.dim1).contiguous()
+        return {name: weight}
+
+
+def _compare_shapes_of_experts(conversions: Sequence[Any]) -> None:
+    """Let transformers' conversions of a checkpoint's weights work for a share of the experts."""
+    for conversion in conversions:
+        operations = getattr(conversion, "operations", [])
+        for index, operation in enumerate(operations):
+            if type(operation) is Transpose and operation.check_dims:
+                operations[index] = _TransposeOfSome(operation.dim0, operation.dim1)
+
+
+def shares_whole_experts(config: PreTrainedConfig, expert_parallel: bool) -> bool:
+    """Return whether each of T processes gets whole experts, and not columns of each.
+
+    It does if asked to, and where a checkpoint has their weights transposed: transformers reads the
+    wrong columns of these.
+    """
+    return expert_parallel or family_of(config).row.has_transposed_experts
+
+
 def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return transformers' sharding plan for a model: sharding styles by module name."""
+    """Return transformers' sharding plan for a model.
+
+    Returns:
+        Sharding styles by the names of modules, and of experts' weights; ``*`` stands for the
+        number of a layer.
+    """
     names = {module: name for name, module in model.named_modules()}
-    decoder = names[model.get_decoder()]
-    return {
+    plan = {
         names[model.get_input_embeddings()]: "embedding_rowwise",
-        **{f"{decoder}.layers.*.{name}": style for name, style in LAYER_PLAN.items()},
         names[model.get_output_embeddings()]: "colwise_gather_output",
+    }
+    return plan | _plan_of_layers(model, {**LAYER_PLAN, **EXPERT_COLUMNS_PLAN})
+
+
+def expert_plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return the plan, like :func:`plan_of`'s, that gives each process whole experts."""
+    return _plan_of_layers(model, WHOLE_EXPERTS_PLAN)
+
+
+def _plan_of_layers(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
+    """Return that part of a plan for which the decoder's layers have modules or weights."""
+    decoder = model.get_decoder()
+    names_in_layers: set[str] = set()
+    for layer in decoder_layers(decoder):
+        names_in_layers.update(name for name, _ in layer.named_modules())
+        names_in_layers.update(name for name, _ in layer.named_parameters())
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return {
+        f"{prefix}.layers.*.{name}": style
+        for name, style in plan.items()
+        if name in names_in_layers
     }
 
 
-def require_shardable(config: PreTrainedConfig, tensor_parallel: int) -> None:
+def require_shardable(
+    config: PreTrainedConfig, tensor_parallel: int, expert_parallel: bool = False
+) -> None:
     """Reject a model that cannot be loaded by T processes of a host.
 
+    Args:
+        expert_parallel: whether each process gets whole experts.
+
     Raises:
-        UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
+        InvalidConfigError: expert parallelism with one process, or for a model without experts.
+        UnsupportedModelError: the model's heads, MLP or experts cannot be shared out evenly.
         BackendUnavailableError: transformers is too old, or accelerate is not installed.
     """
+    require_divisible(config, tensor_parallel, expert_parallel)
     if tensor_parallel == 1:
         return
-    if release("transformers") < FIRST_VERSION:
+    family = family_of(config)
+    is_like_llama = not (family.sizes.experts or family.has_joint_mlp or hybrid_family(config))
+    first_version = FIRST_VERSION if is_like_llama else FIRST_VERSION_OF_OTHERS
+    if release("transformers") < first_version:
         raise BackendUnavailableError(
-            f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}"
+            f"tensor parallelism of {family.text_type} models needs transformers "
+            f"{'.'.join(map(str, first_version))} or later, not {transformers.__version__}"
         )
     if not is_accelerate_available():
         raise BackendUnavailableError(
             f"tensor parallelism needs accelerate: {how_to_install('tp')}"
         )
-    require_divisible(config, tensor_parallel)
 
 
-def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
+def require_divisible(
+    config: PreTrainedConfig, tensor_parallel: int, expert_parallel: bool = False
+) -> None:
     """Reject a language model that T processes cannot share evenly.
 
+    Args:
+        expert_parallel: whether each process gets whole experts.
+
     Raises:
+        InvalidConfigError: expert parallelism with one process, or for a model without experts.
         UnsupportedModelError: T does not divide a size; the message names it.
     """
     family = family_of(config)
     sizes = family.sizes
-    refuse(hybrid=hybrid_family(config), tensor_parallel=tensor_parallel > 1)
-    if tensor_parallel > 1 and (sizes.experts or family.has_joint_mlp):
-        raise UnsupportedModelError(
-            f"tensor parallelism does not share out the MLPs of {family.text_type} models"
+    if expert_parallel and not sizes.experts:
+        raise InvalidConfigError(f"{family.name} models have no experts for expert parallelism")
+    if expert_parallel and tensor_parallel == 1:
+        raise InvalidConfigError(
+            "expert parallelism shares out experts over the processes of a host, but each host has "
+            "one: give it more by tensor parallelism"
         )
     counts = {
         "attention heads": sizes.heads,
         "KV heads": sizes.kv_heads,
-        "columns in its MLP": sizes.intermediate,
+        "columns in its MLP": sizes.dense_width,
+        "columns in its shared expert": sizes.shared_width,
     }
+    if shares_whole_experts(config, expert_parallel):
+        counts["experts"] = sizes.experts
+    else:
+        counts["columns in each expert"] = sizes.expert_width
     for what, count in counts.items():
         if count % tensor_parallel:
             raise UnsupportedModelError(
@@ -165,7 +304,7 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of a whole model's weights on one of the T processes of a host.
 
-    Its vision tower is included.
+    Its vision tower is included. With expert parallelism it is as many.
 
     It builds the model without storage, which takes about a second for one of 7B.
 
@@ -177,18 +316,20 @@ def weight_bytes(
         model = family_of(config).auto_class.from_config(config)
     # Of several modules with the same weight, such as an embedding and a head that are tied, the
     # last counts.
-    owner_of_weight: dict[int, tuple[str, torch.nn.Module]] = {}
+    owner_of_weight: dict[int, tuple[str, str, torch.nn.Module]] = {}
     for name, module in model.named_modules():
-        for weight in module.parameters(recurse=False):
-            owner_of_weight[id(weight)] = (name, module)
-    shared_out = tuple(plan_of(model))
+        for weight_name, weight in module.named_parameters(recurse=False):
+            owner_of_weight[id(weight)] = (name, weight_name, module)
+    shared_out = plan_of(model)
     settings = quantization_of(config)
     count = 0
     for weight in model.parameters():
-        name, module = owner_of_weight[id(weight)]
-        # As in a plan.
+        name, weight_name, module = owner_of_weight[id(weight)]
+        # As in a plan, which names a module or, of experts, a weight.
         of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
+        is_matrix = weight.ndim == 2 and of_any_layer in shared_out
+        is_of_experts = f"{of_any_layer}.{weight_name}" in shared_out
+        is_shared_out = is_matrix or is_of_experts
         size: float = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():
             size = weight_size(name, module, settings, itemsize, device)

@@ -66,6 +66,7 @@ PAD = "<|endoftext|>"
 FIRST_SPECIAL = 256  # token ids below are bytes
 
 HIDDEN = 64
+EXPERT_WIDTH = 48
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 16
@@ -186,17 +187,17 @@ def build_config(
         text["head_dim"] = HEAD_DIM
     if family == "glm4v_moe":
         text |= {
-            "n_routed_experts": 5,
+            "n_routed_experts": 6,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         }
-        text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+        text |= {"num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
     elif family.endswith("_moe") or decoder.endswith("_moe"):
         text |= {
-            "num_experts": 5,
+            "num_experts": 6,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": HIDDEN,
+            "moe_intermediate_size": EXPERT_WIDTH,
             "norm_topk_prob": True,
         }
     if family in HYBRID_FAMILIES:
@@ -207,7 +208,11 @@ def build_config(
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
         text |= {"linear_value_head_dim": 12}
         if family not in ("qwen3_5", "qwen3_5_text"):
-            text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+            text |= {
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": EXPERT_WIDTH,
+            }
             text["shared_expert_intermediate_size"] = HIDDEN // 2
     own_class = type(tf.AutoConfig.for_model(family).get_text_config())
     if family in HYBRID_FAMILIES and not hasattr(own_class(), "intermediate_size"):
