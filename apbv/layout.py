@@ -37,6 +37,23 @@ def split_evenly(items: range, num_runs: int) -> list[range]:
     return runs
 
 
+def kv_heads_of_member(num_kv_heads: int, member: int, num_members: int) -> range:
+    """Return the KV heads that one of a host's T processes has.
+
+    Fewer heads than processes are replicated: each process has the head of its query heads, which
+    are 1/T of all in their order.
+
+    Args:
+        num_kv_heads: of the whole model; T divides them, or they divide T.
+        member: the number of the process.
+        num_members: T.
+    """
+    if num_kv_heads >= num_members:
+        return split_evenly(range(num_kv_heads), num_members)[member]
+    head = member * num_kv_heads // num_members
+    return range(head, head + 1)
+
+
 def take(runs: Sequence[range], part: range) -> tuple[range, ...]:
     """Return a part of several runs that follow one another, by places in all of them."""
     taken = []

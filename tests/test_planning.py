@@ -26,9 +26,11 @@ from apbv.model.parts import inspect_model
 from apbv.planning import video_size
 
 from apbv_tests import families
+from apbv_tests.documents import require_table, text_table
 from apbv_tests.families import TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
 from apbv_tests.pairs import each_choice
 from apbv_tests.prompts import by_processor
+from apbv_tests.scripts import ROOT
 
 LLAMA = families.build_config("llama", layers=4)
 
@@ -65,6 +67,16 @@ def test_weights_are_those_of_the_model(family):
             shared += [module.gate_up_proj, module.down_proj]
     saved = one(cpu) - one(cpu, 2)
     assert saved == sum(weight.numel() // 2 for weight in shared)
+
+    # Of two KV heads each of four processes has one.
+    of_kv = [
+        module.weight
+        for name, module in model.get_decoder().layers.named_modules()
+        if name.endswith(("k_proj", "v_proj"))
+    ]
+    saved_more = one(cpu, 2) - one(cpu, 4)
+    others = sum(weight.numel() for weight in shared) - sum(weight.numel() for weight in of_kv)
+    assert abs(saved_more - others // 4) <= len(shared)
 
 
 # Sizes that differ from those of the family's default config.
@@ -142,6 +154,33 @@ def large_config(name: str):
     if family in TEXT_FAMILIES:
         return config_class(**text)
     return config_class(text_config=text)
+
+
+def fewest_processes(config, gigabytes: int) -> str:
+    """On how many GPUs to a host a text of 131,072 tokens fits in bf16."""
+    for num_processes in (1, 2, 4, 8, 16):
+        planned = plan(
+            config,
+            tokens=131_072,
+            tensor_parallel=num_processes,
+            dtype="bfloat16",
+            device_memory=gigabytes * 10**9,
+        )
+        if planned.fits:
+            return str(num_processes)
+    return "more than 16"
+
+
+def test_the_page_says_on_how_many_gpus_large_models_fit():
+    rows = []
+    for name in LARGE:
+        config = large_config(name)
+        weights = plan(config, tokens=131_072, dtype="bfloat16", device_memory=1).weights
+        of_80 = fewest_processes(config, 80)
+        of_141 = fewest_processes(config, 141)
+        rows.append([name, f"{weights / 1e9:.0f} GB", of_80, of_141])
+    header = ["model in bf16", "weights", "T on GPUs of 80 GB", "of 141 GB"]
+    require_table(ROOT / "docs" / "multi-gpu.md", text_table(header, rows))
 
 
 def test_the_packaged_model_is_planned_as_it_is_prefilled():

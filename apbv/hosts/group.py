@@ -441,6 +441,22 @@ class HostGroup:
             return tensor
         return self.start_gathering(tensor).wait()[: self.tensor_parallel_size].mean(dim=0)
 
+    def gather_from_members(self, tensor: Tensor) -> Tensor:
+        """Gather a tensor on this process's device from this host's TP ranks; collective within it.
+
+        Args:
+            tensor: of the same shape and dtype on all of them.
+
+        Returns:
+            ``[T, *shape]``.
+        """
+        if self.tensor_parallel_size == 1:
+            return tensor[None]
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.tensor_parallel_size)]
+        dist.all_gather(gathered, tensor, group=self.groups.members)
+        return torch.stack(gathered)
+
     def require_same(self, what: str, value: bytes) -> None:
         """Check that every process holds the same value; collective.
 

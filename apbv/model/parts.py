@@ -15,7 +15,7 @@ from ..compat.versions import untried
 from ..config import DecodeConfig
 from ..errors import UnsupportedModelError
 from ..kernels.library_attention import require_usable
-from ..layout import split_evenly
+from ..layout import kv_heads_of_member
 from ..reporting import warn_caller
 from .digest import SAMPLED_PROJECTIONS, sample_digest, weights_digest
 from .families import DecoderSizes, ModelFamily, hybrid_family, require_supported
@@ -61,6 +61,8 @@ class ModelParts:
         hidden_size: the width d of a hidden state.
         head_dim: the width D of an attention head.
         num_kv_heads: the number of KV heads on this process, and of its cache.
+        kv_copies: how many of a host's processes have the same KV head; 1 where it has at least as
+            many KV heads as processes.
         vocab_size: the number of logits, which may be more than the tokenizer has tokens.
         row_width: the number of values that the vision tower makes for one visual token.
         num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a
@@ -102,6 +104,7 @@ class ModelParts:
     tensor_parallel: tuple[int, int] = field(init=False, repr=False, compare=False)
     is_expert_parallel: bool = field(init=False, repr=False, compare=False)
     num_kv_heads: int = field(init=False, repr=False, compare=False)
+    kv_copies: int = field(init=False, repr=False, compare=False)
     embed_tokens: nn.Module = field(init=False, repr=False, compare=False)
     dtype: torch.dtype = field(init=False, repr=False, compare=False)
     device: torch.device = field(init=False, repr=False, compare=False)
@@ -161,7 +164,8 @@ class ModelParts:
         attention = next(
             layer for layer in decoder_layers(self.language_model) if not is_linear(layer)
         )
-        projection = attention.get_submodule("self_attn.k_proj")
+        # Not of keys, which may be fewer than processes, and are replicated then.
+        projection = attention.get_submodule("self_attn.q_proj")
         weight = getattr(projection, "weight", None)  # None where it is packed
         mesh = getattr(weight, "device_mesh", None)
         member = 0
@@ -169,9 +173,10 @@ class ModelParts:
         if mesh is not None:
             member = mesh.get_local_rank()
             num_members = mesh.size()
-        kv_heads_of_members = split_evenly(range(self.sizes.kv_heads), num_members)
+        kv_heads = kv_heads_of_member(self.sizes.kv_heads, member, num_members)
         self._set("tensor_parallel", (member, num_members))
-        self._set("num_kv_heads", len(kv_heads_of_members[member]))
+        self._set("num_kv_heads", len(kv_heads))
+        self._set("kv_copies", max(1, num_members // self.sizes.kv_heads))
         # transformers' name for experts of which a process has some.
         self._set(
             "is_expert_parallel",

@@ -198,6 +198,7 @@ def prefill(
         timer=timer,
         kv=kv,
         model=partial(identify, parts),
+        num_kv_heads=parts.sizes.kv_heads,
         reduction=reduction,
         warning=method.warning(method.layout),
         decode_pruning=pruning,
@@ -291,7 +292,7 @@ def _plan(
     layout = share_anchor(
         layout, method_type.facts, config, sizes, parts.device, parts.dtype.itemsize
     )
-    method = method_type(layout, hosts, config, sizes.kv_layers)
+    method = method_type(layout, hosts, config, sizes.kv_layers, parts.kv_copies)
     if observer is not None and layout.is_split and not len(layout.query):
         raise InvalidConfigError(
             f"cannot observe the question's attention with {method.name}: the question is split "

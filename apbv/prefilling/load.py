@@ -58,6 +58,7 @@ def load(
         exact=manifest.exact,
         density=manifest.density,
         timer=timer,
+        num_kv_heads=manifest.num_kv_heads,
         model=lambda: ModelIdentity.of(manifest),
         reduction=reduction,
         logits=saved.logits,

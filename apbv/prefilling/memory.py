@@ -104,7 +104,8 @@ def host_memory(
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
     hidden = sizes.hidden * itemsize
     query = ceil(sizes.heads / tensor_parallel) * sizes.head_dim * itemsize
-    kv_row = ceil(2 * sizes.kv_heads * sizes.head_dim / tensor_parallel) * itemsize
+    num_kv_heads = ceil(sizes.kv_heads / tensor_parallel)
+    kv_row = 2 * num_kv_heads * sizes.head_dim * itemsize
 
     # The tokens that this host computes, and those whose KV it keeps.
     spans = layout.local_spans(host)

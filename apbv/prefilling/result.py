@@ -43,6 +43,7 @@ class PrefillResult:
             None.
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on one host (host 0 by default) or sharded.
+        num_kv_heads: of the whole model.
         model: returns the identity of the model that prefilled, for saved KV; called on demand,
             because it reads weights.
     """
@@ -55,6 +56,7 @@ class PrefillResult:
     timer: StageTimer = field(repr=False)
     kv: PlacedKV = field(repr=False)
     model: Callable[[], ModelIdentity] = field(repr=False)
+    num_kv_heads: int = field(repr=False)
     reused: str | None = None
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, load
 from apbv.kv.export.prefilled import own_heads
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
@@ -147,6 +147,101 @@ def test_it_is_what_whole_hosts_compute(
             torch.testing.assert_close(here, all_heads[:, :, share["kv_heads"]], **CLOSE)
     assert shares[0]["kv_heads"] + shares[1]["kv_heads"] == whole["kv_heads"]
     assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
+
+
+REPLICATED_KV = [
+    ("qwen2", {}),
+    ("qwen3_next", {"kv": "sharded"}),
+    ("llama", {"passing_len": 6, "anchor_len": 8}),
+    ("llama", {"passing_len": 6, "anchor_len": 8, "importance": "softmax", "kv": "sharded"}),
+    ("qwen3", {"passing_len": 6, "anchor_len": 8, "importance": "dot"}),
+    ("glm4", {"method": "ulysses"}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), REPLICATED_KV)
+def test_processes_with_the_same_kv_head_are_what_whole_hosts_compute(
+    pool, tmp_path, family, settings
+):
+    """Four query heads share one KV head, of two processes with two query heads each.
+
+    They have to pass on the same pairs.
+    """
+    path = str(families.save_checkpoint(family, tmp_path, kv_heads=1))
+    request = {"context": SENTENCE * 6}
+    if "passing_len" not in settings:
+        settings = {**settings, "passing_len": 10_000}
+    whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
+    shares = pool.run(4, prefill_job, 2, path, settings, request)
+    for share in shares:
+        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+    for share in shares[:2]:
+        assert share["plain"] == whole["plain"]
+        assert share["kv_heads"] == [0]
+        for here, there in zip(share["kv"], whole["kv"], strict=True):
+            torch.testing.assert_close(here, there, **CLOSE)
+
+
+def fresh_job(processes: HostGroup, *args) -> dict:
+    """Little, and lists: a tensor's memory would be that of the process, which ends, and it would
+    wait for more to be read before that."""
+    result = prefill_job(processes, *args)
+    latest = [layer[..., -1, :].tolist() for layer in result["kv"] or ()]
+    names = ("tokens", "kv_heads")
+    return {
+        **{name: result[name] for name in names},
+        "logits": result["logits"].tolist(),
+        "latest": latest,
+    }
+
+
+@pytest.mark.thorough
+def test_of_two_kv_heads_each_of_four_processes_has_its_own(pool, tmp_path):
+    """Processes 0 and 1 have the first, 2 and 3 the second."""
+    path = str(families.save_checkpoint("llama", tmp_path, kv_heads=2))
+    request = {"context": SENTENCE * 6}
+    settings = {"passing_len": 6, "anchor_len": 8}
+    whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
+    outcomes = run_fresh(Store(tmp_path), 8, fresh_job, 4, path, settings, request)
+    shares = [outcome.result for outcome in outcomes]
+    for share in shares:
+        torch.testing.assert_close(torch.tensor(share["logits"]), whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+    for share, head in zip(shares[:4], (0, 0, 1, 1), strict=True):  # of the first host
+        assert share["kv_heads"] == [head]
+        for here, there in zip(share["latest"], whole["kv"], strict=True):
+            latest = there[:, :, [head], -1]
+            torch.testing.assert_close(torch.tensor(here), latest, **CLOSE)
+
+
+def saving_job(processes: HostGroup, path: str, folder: str, kv: str) -> dict:
+    """Save KV, and load it."""
+    hosts = joined(processes, 2)
+    engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(kv=kv))
+    state = engine.prefill(QUESTION, context=SENTENCE * 6)
+    state.save(folder)
+    loaded = load(folder, model=engine.model, hosts=hosts, kv=kv)
+    return {
+        "tokens": engine.decode(state, max_new_tokens=3).token_ids,
+        "of_loaded": engine.decode(loaded, max_new_tokens=3).token_ids,
+    }
+
+
+def loading_job(hosts: HostGroup, path: str, folder: str) -> list[int]:
+    engine = Engine.from_pretrained(path, hosts=hosts)
+    return engine.decode(load(folder, model=engine.model, hosts=hosts), max_new_tokens=3).token_ids
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_replicated_kv_is_saved_once(pool, tmp_path, kv):
+    """One process can load it, and so can several with the same KV head."""
+    path = str(families.save_checkpoint("llama", tmp_path, kv_heads=1))
+    folder = str(tmp_path / "kv")
+    for process in pool.run(4, saving_job, path, folder, kv):
+        assert process["of_loaded"] == process["tokens"]
+    (alone,) = pool.run(1, loading_job, path, folder)
+    assert alone == process["tokens"]
 
 
 WITH_EXPERTS = ["qwen3_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_next"]
@@ -291,14 +386,14 @@ def test_tokens_are_left_out_and_drafted_as_by_whole_hosts(pool, checkpoints, cl
             assert here == there, way
 
 
-def refused_job(processes: HostGroup, path: str):
+def refused_job(processes: HostGroup, path: str, odd_path: str):
     hosts = joined(processes, 2)
     whole = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
     too_many = joined(processes, 4)
     refused = [
         described(Engine(whole.model, whole.processor, hosts).prefill, QUESTION),
         described(joined, processes, 3),
-        described(lambda: Engine.from_pretrained(path, hosts=too_many)),
+        described(lambda: Engine.from_pretrained(odd_path, hosts=too_many)),
         described(hosts.subgroup, [0]),
     ]
     assert not too_many.is_broken  # it was refused before the processes worked together
@@ -316,14 +411,17 @@ def refused_job(processes: HostGroup, path: str):
     return refused
 
 
-def test_what_cannot_be_is_refused(pool, checkpoints):
+def test_what_cannot_be_is_refused(pool, checkpoints, tmp_path):
     path = str(checkpoints("llama"))
-    for whole, odd_group, few_heads, subgroup, own_kv, draft_host in pool.run(4, refused_job, path):
+    odd_path = str(families.save_checkpoint("qwen3", tmp_path, heads=12, kv_heads=3))
+    for whole, odd_group, odd, subgroup, own_kv, draft_host in pool.run(
+        4, refused_job, path, odd_path
+    ):
         assert whole.startswith(
             "InvalidConfigError: the model is shard 0 of 1, but this process is TP rank "
         )
         assert odd_group.startswith("InvalidConfigError: 4 process(es) cannot form hosts of 3 each")
-        assert "2 KV heads cannot be split evenly across 4 processes" in few_heads
+        assert "3 KV heads can neither be split evenly across 4 processes nor be replicated" in odd
         assert subgroup.startswith("InvalidConfigError: subgroups are not supported")
         assert own_kv.startswith(
             "InvalidConfigError: std, with which the target drafts itself, is not supported"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..facts import from_json
 from ..storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
-from .prefilled import PrefilledKV, facts_of, local_heads, positions_of
+from .prefilled import PrefilledKV, exported_share, facts_of, positions_of
 
 
 def save(prefilled: PrefilledKV, path: str | Path) -> None:
@@ -22,10 +22,9 @@ def save(prefilled: PrefilledKV, path: str | Path) -> None:
         with hosts.local_stage("saving the KV"):
             number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
             shard = None
-            share = prefilled.kv.local_kv()
+            share = exported_share(prefilled)
             if share is not None:
-                tokens, layers = share
-                shard = writer.write_shard(number, tokens, local_heads(prefilled), layers)
+                shard = writer.write_shard(number, share.tokens, share.kv_heads, share.layers)
         gathered = hosts.gather_json(None if shard is None else asdict(shard))
 
         # The leader publishes all of it at once.

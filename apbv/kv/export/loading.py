@@ -172,12 +172,14 @@ def _read_layers(
     Args:
         spans: the tokens to read; None: all.
     """
-    if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
+    num_kv_heads = saved.manifest.num_kv_heads
+    num_processes = hosts.tensor_parallel_size
+    if num_kv_heads % num_processes and num_processes % num_kv_heads:
         raise StorageError(
-            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which cannot be "
-            f"split evenly across {hosts.tensor_parallel_size} processes"
+            f"the KV in {saved.path} has {num_kv_heads} KV heads, which can neither be split "
+            f"evenly across {num_processes} processes nor be replicated evenly"
         )
-    heads = own_heads(saved.manifest.num_kv_heads, hosts)
+    heads = own_heads(num_kv_heads, hosts)
     layers = []
     for index in range(saved.manifest.num_layers):
         keys, values = saved.layer(index, spans, heads)

@@ -6,7 +6,7 @@ from ...config.refusals import refuse
 from ..offers import Offers
 from ..sending import Share
 from ..ticket import Ticket, new_token, new_transfer
-from .prefilled import PrefilledKV, facts_of, hybrid_name, local_heads
+from .prefilled import PrefilledKV, exported_share, facts_of, hybrid_name
 
 
 def offer(prefilled: PrefilledKV, offers: Offers) -> Ticket | None:
@@ -22,10 +22,10 @@ def offer(prefilled: PrefilledKV, offers: Offers) -> Ticket | None:
     try:
         # Every process holds its KV.
         with hosts.local_stage("offering the KV"):
-            share = prefilled.kv.local_kv()
+            share = exported_share(prefilled)
             if share is not None:
-                tokens, layers = share
-                offers.hold(transfer, token, Share(tokens, local_heads(prefilled), layers))
+                held = Share(share.tokens, share.kv_heads, share.layers)
+                offers.hold(transfer, token, held)
             facts = asdict(facts_of(prefilled)) if hosts.is_leader else {}
         addresses = hosts.gather_json(None if share is None else offers.address)
 

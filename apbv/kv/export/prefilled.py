@@ -1,7 +1,7 @@
 """What exports read of a prefill's result, and how they describe it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...hosts import HostGroup
 from ...input.prompts.model_inputs import ModelInputs
-from ...layout import ContextLayout, split_evenly
+from ...layout import ContextLayout, kv_heads_of_member
 from ...model.parts import ModelParts
 from ..cache import KVLayer, kv_layers
 from ..facts import KVFacts, ModelIdentity, digest_of_positions, digest_of_tokens
-from ..placement import PlacedKV
+from ..placement import Layers, PlacedKV
 
 
 class PrunedTokens(Protocol):
@@ -54,9 +54,26 @@ class PrefilledKV(Protocol):
     @property
     def model(self) -> Callable[[], ModelIdentity]: ...
     @property
+    def num_kv_heads(self) -> int: ...
+    @property
     def reduction(self) -> PrunedTokens | None: ...
     @property
     def density(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class ExportedShare:
+    """What a process exports of a prompt's KV.
+
+    Attributes:
+        tokens: the tokens, in row order.
+        kv_heads: the range of KV heads, of the whole model's.
+        layers: keys and values ``[1, Hkv, T, D]`` of every layer.
+    """
+
+    tokens: Sequence[range]
+    kv_heads: range
+    layers: Layers
 
 
 def identify(parts: ModelParts) -> ModelIdentity:
@@ -81,7 +98,7 @@ def facts_of(prefilled: PrefilledKV) -> KVFacts:
         position_rule=prefilled.inputs.position_rule,
         dtype=str(layers[0].keys.dtype).removeprefix("torch."),
         num_layers=len(layers),
-        num_kv_heads=layers[0].keys.shape[1] * prefilled.kv.hosts.tensor_parallel_size,
+        num_kv_heads=prefilled.num_kv_heads,
         head_dim=layers[0].keys.shape[-1],
         method=prefilled.method,
         exact=prefilled.exact,
@@ -101,16 +118,25 @@ def positions_of(prefilled: PrefilledKV) -> torch.Tensor:
     return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
 
-def local_heads(prefilled: PrefilledKV) -> range:
-    """Return this process's KV heads."""
+def exported_share(prefilled: PrefilledKV) -> ExportedShare | None:
+    """Return the KV that this process exports; None if it holds nothing, or copies alone."""
     hosts = prefilled.kv.hosts
-    num_local_heads = _layers(prefilled)[0].keys.shape[1]
-    return own_heads(num_local_heads * hosts.tensor_parallel_size, hosts)
+    share = prefilled.kv.local_kv()
+    if share is None:
+        return None
+    heads = own_heads(prefilled.num_kv_heads, hosts)
+    rank = hosts.tensor_parallel_rank
+    if rank > 0:
+        before = kv_heads_of_member(prefilled.num_kv_heads, rank - 1, hosts.tensor_parallel_size)
+        if heads == before:  # the process before exports them
+            return None
+    tokens, layers = share
+    return ExportedShare(tokens, heads, layers)
 
 
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:
     """Return the range of the whole model's KV heads that this process has."""
-    return split_evenly(range(num_kv_heads), hosts.tensor_parallel_size)[hosts.tensor_parallel_rank]
+    return kv_heads_of_member(num_kv_heads, hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
 
 
 def hybrid_name(prefilled: PrefilledKV) -> str | None:

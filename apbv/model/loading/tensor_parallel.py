@@ -6,8 +6,9 @@ Every member of a host holds 1/T of the language model's matrices: of attention 
 MLP and of every expert its columns, of the embedding and the head its part of the vocabulary. With
 expert parallelism it holds 1/T of the experts instead, each of them whole. Of linear attention it
 holds some columns of the projections, whose results the members gather: each applies the whole
-rule, and has the whole state. The norms and routers are replicated, and so is the vision tower, for
-which transformers has no plan: every member encodes what its host has to encode.
+rule, and has the whole state. If there are fewer KV heads than members, several members have the
+same one. The norms and routers are replicated, and so is the vision tower, for which transformers
+has no plan: every member encodes what its host has to encode.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,16 @@ from transformers.utils import is_accelerate_available
 from ...compat.versions import how_to_install, release
 from ...errors import BackendUnavailableError, InvalidConfigError, UnsupportedModelError
 from ...hosts import HostGroup
+from ...layout import kv_heads_of_member
 from ..families import family_of, hybrid_family
+from ..linear_attention import is_linear
 from ..modules import decoder_layers
 from .adapters import merged
 from .checkpoints import load_weights
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
-# Of the plans for experts, joint MLPs and linear attention.
+# Of the plans for experts, joint MLPs, linear attention and replicated KV heads.
 FIRST_VERSION_OF_OTHERS = (5, 23)
 
 # How transformers is to share out a decoder layer: styles by the names of modules and of weights
@@ -66,6 +69,9 @@ LAYER_PLAN = {
     "linear_attn.out_proj": "colwise_gather_output",
 }
 # The experts among which a router chooses: their weights are tensors of three dimensions.
+# Every process loads all, of KV heads that are fewer than processes, and keeps one.
+_REPLICATED = "replicate"
+_KV_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
 EXPERT_COLUMNS_PLAN = {
     "mlp.experts.gate_up_proj": "packed_colwise",
     "mlp.experts.down_proj": "rowwise",
@@ -132,7 +138,7 @@ def load_sharded(
     size = hosts.tensor_parallel_size
     plan = DistributedConfig(
         tp_size=size,
-        tp_plan=plan_of(whole),
+        tp_plan=plan_of(whole, size),
         ep_size=size if shares_experts else 1,
         ep_plan=expert_plan_of(whole) if shares_experts else None,
     )
@@ -150,7 +156,27 @@ def load_sharded(
         )
         model.generation_config = whole.generation_config
     model.__class__ = kind
+    _keep_own_kv_heads(model, hosts.tensor_parallel_rank, size)
     return model
+
+
+def _keep_own_kv_heads(model: PreTrainedModel, member: int, num_members: int) -> None:
+    """Cut the projections of keys and values that were loaded whole to this member's KV heads."""
+    config = model.config
+    sizes = family_of(config).sizes
+    if sizes.kv_heads >= num_members:
+        return
+    heads = kv_heads_of_member(sizes.kv_heads, member, num_members)
+    rows = slice(heads.start * sizes.head_dim, heads.stop * sizes.head_dim)
+    for layer in decoder_layers(model.get_decoder()):
+        if is_linear(layer):
+            continue
+        for name in _KV_PROJECTIONS:
+            projection: Any = layer.get_submodule(name)
+            for weight_name, weight in list(projection.named_parameters(recurse=False)):
+                own = torch.nn.Parameter(weight[rows].clone(), requires_grad=False)
+                setattr(projection, weight_name, own)
+            projection.out_features = rows.stop - rows.start
 
 
 class _TransposeOfSome(Transpose):
@@ -195,8 +221,12 @@ def shares_whole_experts(config: PreTrainedConfig, expert_parallel: bool) -> boo
     return expert_parallel or family_of(config).row.has_transposed_experts
 
 
-def plan_of(model: PreTrainedModel) -> dict[str, str]:
+def plan_of(model: PreTrainedModel, tensor_parallel: int) -> dict[str, str]:
     """Return transformers' sharding plan for a model.
+
+    Args:
+        tensor_parallel: T. If the model has fewer KV heads, every process loads all of their
+            projections.
 
     Returns:
         Sharding styles by the names of modules, and of experts' weights; ``*`` stands for the
@@ -207,7 +237,10 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
         names[model.get_input_embeddings()]: "embedding_rowwise",
         names[model.get_output_embeddings()]: "colwise_gather_output",
     }
-    return plan | _plan_of_layers(model, {**LAYER_PLAN, **EXPERT_COLUMNS_PLAN})
+    of_layer = {**LAYER_PLAN, **EXPERT_COLUMNS_PLAN}
+    if family_of(model.config).sizes.kv_heads < tensor_parallel:
+        of_layer |= dict.fromkeys(_KV_PROJECTIONS, _REPLICATED)
+    return plan | _plan_of_layers(model, of_layer)
 
 
 def expert_plan_of(model: PreTrainedModel) -> dict[str, str]:
@@ -248,7 +281,10 @@ def require_shardable(
         return
     family = family_of(config)
     is_like_llama = not (family.sizes.experts or family.has_joint_mlp or hybrid_family(config))
-    first_version = FIRST_VERSION if is_like_llama else FIRST_VERSION_OF_OTHERS
+    replicates_kv = family.sizes.kv_heads < tensor_parallel
+    first_version = FIRST_VERSION_OF_OTHERS
+    if is_like_llama and not replicates_kv:
+        first_version = FIRST_VERSION
     if release("transformers") < first_version:
         raise BackendUnavailableError(
             f"tensor parallelism of {family.text_type} models needs transformers "
@@ -283,7 +319,6 @@ def require_divisible(
         )
     counts = {
         "attention heads": sizes.heads,
-        "KV heads": sizes.kv_heads,
         "columns in its MLP": sizes.dense_width,
         "columns in its shared expert": sizes.shared_width,
     }
@@ -297,6 +332,11 @@ def require_divisible(
                 f"the model's {count} {what} cannot be split evenly across {tensor_parallel} "
                 "processes"
             )
+    if sizes.kv_heads % tensor_parallel and tensor_parallel % sizes.kv_heads:
+        raise UnsupportedModelError(
+            f"the model's {sizes.kv_heads} KV heads can neither be split evenly across "
+            f"{tensor_parallel} processes nor be replicated evenly"
+        )
 
 
 def weight_bytes(
@@ -320,21 +360,25 @@ def weight_bytes(
     for name, module in model.named_modules():
         for weight_name, weight in module.named_parameters(recurse=False):
             owner_of_weight[id(weight)] = (name, weight_name, module)
-    shared_out = plan_of(model)
+    plan = plan_of(model, tensor_parallel)
+    num_kv_heads = family_of(config).sizes.kv_heads
     settings = quantization_of(config)
     count = 0
     for weight in model.parameters():
         name, weight_name, module = owner_of_weight[id(weight)]
         # As in a plan, which names a module or, of experts, a weight.
         of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        is_matrix = weight.ndim == 2 and of_any_layer in shared_out
-        is_of_experts = f"{of_any_layer}.{weight_name}" in shared_out
-        is_shared_out = is_matrix or is_of_experts
+        style = plan.get(f"{of_any_layer}.{weight_name}")
+        if style is None and weight.ndim == 2:
+            style = plan.get(of_any_layer)
+        num_shares = 1
+        if style == _REPLICATED:
+            num_shares = num_kv_heads
+        elif style is not None:
+            num_shares = tensor_parallel
         size: float = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():
             size = weight_size(name, module, settings, itemsize, device)
-        num_here = weight.numel()
-        if is_shared_out:
-            num_here = ceil(num_here / tensor_parallel)
+        num_here = ceil(weight.numel() / num_shares)
         count += ceil(num_here * size)
     return count

@@ -333,14 +333,24 @@ class ApbvMethod(PrefillMethod):
             ``[1, Hkv, l_b]``.
         """
         k_block, _ = states.pair(rows)
+        of_other_heads = None
+        if self.kv_copies > 1:
+            of_other_heads = self._of_all_copies
         return importance_of(
             self.config.importance,
             _rows(states.q, self._query),
             k_block,
             states.scale,
             lse=lse,
+            gather_group=of_other_heads,
             backend=self.config.backend,
         )
+
+    def _of_all_copies(self, scores: Tensor) -> Tensor:
+        """Gather what the processes with the same KV head found, ``[copies, *scores.shape]``."""
+        rank = self.hosts.tensor_parallel_rank
+        first = rank - rank % self.kv_copies
+        return self.hosts.gather_from_members(scores)[first : first + self.kv_copies]
 
     def _passing_segments(self, block: int, sent: list[Pending | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""

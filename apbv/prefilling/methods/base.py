@@ -37,6 +37,8 @@ class PrefillMethod(ABC):
             one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         num_layers: the decoder's layers with attention.
+        kv_copies: how many of a host's processes have the same KV head, and a share of its query
+            heads each.
         separate_query: whether the query runs in a second forward pass, after the context's.
         ablation: the fields of the config's ``ablation`` that the method fixes.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
@@ -54,11 +56,13 @@ class PrefillMethod(ABC):
         hosts: HostGroup,
         config: PrefillConfig,
         num_layers: int,
+        kv_copies: int = 1,
     ):
         self.layout = layout
         self.hosts = hosts
         self.config = self.in_force(config)
         self.num_layers = num_layers
+        self.kv_copies = kv_copies
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         self.blocks: BlockAttention | None = None
