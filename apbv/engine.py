@@ -377,6 +377,7 @@ class Engine:
             described = require_loadable(
                 path, hosts.device, adapter, hosts.tensor_parallel_size, expert_parallel
             )
+            drafting.require_target(str(described.name_or_path), described)
             require_usable(
                 config.reduce,
                 described,

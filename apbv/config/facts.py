@@ -126,6 +126,8 @@ class StrategyFacts:
         needs_verdicts: whether the draft learns from every verification before it drafts on, so
             that it has to take turns with the target.
         reads_contexts: whether the draft reads the prompt in the contexts of ``tabed``.
+        reads_outputs: whether the draft reads the target's hidden states behind its last norm, of
+            the prompt and of every verified token.
         skips_layers: whether the target drafts with the first layers, by ``layerskip``.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none
             can be chosen.
@@ -140,6 +142,7 @@ class StrategyFacts:
     prunes_kv: bool = False
     needs_verdicts: bool = False
     reads_contexts: bool = False
+    reads_outputs: bool = False
     skips_layers: bool = False
     keep: str | None = None
     drafts_trees: bool = True
@@ -164,5 +167,6 @@ STRATEGY_FACTS = {
     "std": StrategyFacts(runs_target=True, prunes_kv=True),
     "streaming": StrategyFacts(runs_target=True, prunes_kv=True),
     "layerskip": StrategyFacts(runs_target=True, skips_layers=True),
+    "mtp": StrategyFacts(runs_target=True, reads_outputs=True, drafts_trees=False),
     "ngram": StrategyFacts(drafts_trees=False),
 }

@@ -63,8 +63,9 @@ class SpeculativeConfig(Checked):
             ``"hippo"`` and ``"parallelvlm"`` (on some, by ``keep``), ``"text_only"`` and
             ``"tabed"`` (reading the prompt in several ways, see ``tabed``); the target drafts
             itself in ``"std"`` (on the most attended visual KV), ``"streaming"`` (on the first
-            tokens and the latest visual KV) and ``"layerskip"`` (by its first layers); ``"ngram"``
-            looks up what followed the last tokens before.
+            tokens and the latest visual KV), ``"layerskip"`` (by its first layers) and ``"mtp"``
+            (by the multi-token prediction layer of its checkpoint); ``"ngram"`` looks up what
+            followed the last tokens before.
         draft_model: a directory or hub id of the draft model; ``"demo"`` is the bundled one. It is
             of the target's family and tokenizer; for ``"text_only"``, but not on a draft host, it
             may be a text-only model with the target's tokens.

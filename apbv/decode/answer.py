@@ -238,25 +238,35 @@ def finish_reason(
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 
 
-def decoder_behind(parts: ModelParts, prefill: PrefillResult, goes_back: bool = False) -> Decoder:
+def decoder_behind(
+    parts: ModelParts,
+    prefill: PrefillResult,
+    goes_back: bool = False,
+    keeps_outputs: bool = False,
+) -> Decoder:
     """Return the decoder of tokens that follow a prefilled prompt; see :class:`Decoder`."""
     pruning = None
     if prefill.decode_pruning is not None:
         is_visual = parts.is_visual(prefill.inputs.input_ids[0])
         pruning = DynamicPruning(prefill.decode_pruning, is_visual, parts.backend)
-    return Decoder(parts, prefill.kv, prefill.next_position, pruning, goes_back)
+    return Decoder(parts, prefill.kv, prefill.next_position, pruning, goes_back, keeps_outputs)
 
 
 def begin_answer(
-    parts: ModelParts, prefill: PrefillResult, request: Request, goes_back: bool = False
+    parts: ModelParts,
+    prefill: PrefillResult,
+    request: Request,
+    goes_back: bool = False,
+    keeps_outputs: bool = False,
 ) -> Answer:
     """Begin an answer to a prefilled prompt, without tokens.
 
     Args:
         goes_back: whether tokens may be rolled back and others follow them, as with drafts.
+        keeps_outputs: whether the output of the last norm is kept, for a draft that reads it.
     """
     return Answer(
-        decoder=decoder_behind(parts, prefill, goes_back),
+        decoder=decoder_behind(parts, prefill, goes_back, keeps_outputs),
         logits=prefill.logits[0],
         prompt_len=prefill.num_tokens,
         sampling=request.sampling,

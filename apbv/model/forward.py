@@ -100,6 +100,9 @@ class LayerStep:
             rows: its output, which this may change, also in length (:meth:`LayerRows.keep`).
         """
 
+    def on_output(self, hidden: Tensor) -> None:
+        """Called with the output ``[B, S, d]`` of the last norm."""
+
 
 def run_layers(
     parts: ModelParts,
@@ -147,4 +150,7 @@ def run_layers(
             step.after(number, rows)
     hidden = rows.hidden
     del rows.hidden
-    return final_norm(decoder)(hidden)
+    hidden = final_norm(decoder)(hidden)
+    for step in steps:
+        step.on_output(hidden)
+    return hidden

@@ -293,7 +293,8 @@ def _plan(
         layout, method_type.facts, config, sizes, parts.device, parts.dtype.itemsize
     )
     method = method_type(layout, hosts, config, sizes.kv_layers, parts.kv_copies)
-    if observer is not None and layout.is_split and not len(layout.query):
+    needs_question = observer is not None and observer.wants_question
+    if needs_question and layout.is_split and not len(layout.query):
         raise InvalidConfigError(
             f"cannot observe the question's attention with {method.name}: the question is split "
             "across the hosts, too"

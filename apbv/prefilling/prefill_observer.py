@@ -75,11 +75,15 @@ class PrefillObserver:
         prompt: the prompt, from :meth:`begin` on.
         wants_attention: whether it gets queries and keys of every layer.
         hidden_layers: the decoder layers whose inputs it gets (0: the embeddings).
+        wants_output: whether it gets the output of the last norm.
+        wants_question: whether it needs the whole question on one host.
     """
 
     prompt: SplitPrompt
     wants_attention = False
     hidden_layers: Collection[int] = ()
+    wants_output = False
+    wants_question = True
 
     def begin(self, prompt: SplitPrompt) -> None:
         """Prepare for the prefill."""
@@ -113,6 +117,9 @@ class PrefillObserver:
             owned: the rows of the tokens that this host keeps, in cache order; None in a pass
                 without them.
         """
+
+    def on_output(self, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
+        """Observe the output ``[S, d]`` of the last norm, of every pass; see :meth:`on_hidden`."""
 
     def on_nothing(self) -> None:
         """Take part in the other hosts' collectives, on a host that computes nothing."""
@@ -185,6 +192,10 @@ class ObservedPass(LayerStep):
     def before(self, layer: int, rows: LayerRows) -> None:
         if layer in self._observer.hidden_layers:
             self._observer.on_hidden(layer, rows.hidden[0], self._question, self._owned)
+
+    def on_output(self, hidden: Tensor) -> None:
+        if self._observer.wants_output:
+            self._observer.on_output(hidden[0], self._question, self._owned)
 
     def on_attention(self, q: Tensor, k: Tensor, scale: float, layer: int) -> None:
         if self._question is None or not self._observer.wants_attention:

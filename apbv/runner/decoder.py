@@ -11,7 +11,7 @@ from ..hosts import HostGroup
 from ..kv.cache import ShardedCache, growing_layers, keep_of_last, kv_layers, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
-from ..model.forward import LayerRows, run_layers
+from ..model.forward import LayerRows, LayerStep, run_layers
 from ..model.linear_attention import LinearAttention, LinearStates
 from ..model.parts import ModelParts
 from .answer_states import AnswerStates, RunStates
@@ -27,6 +27,7 @@ def forward(
     attention: LayerAttention,
     last_only: bool,
     linear: LinearAttention | None = None,
+    steps: Sequence[LayerStep] = (),
 ) -> Tensor:
     """Run a language model on S tokens, append their KV to the cache, and return logits ``[S, V]``.
 
@@ -37,11 +38,37 @@ def forward(
             grouped queries, and need a mask for several tokens.
         last_only: compute only the last token's logits, ``[1, V]``.
         linear: computes a hybrid's linear attention of the new tokens.
+        steps: what is done around the layers.
     """
     rows = LayerRows(parts.embed_tokens(ids[None]), positions[None])
     with apbv_attention(parts.language_model):
-        hidden = run_layers(parts, rows, cache, attention, linear=linear)
+        hidden = run_layers(parts, rows, cache, attention, linear=linear, steps=steps)
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
+
+
+class KeptOutputs(LayerStep):
+    """Keeps the output of a model's last norm, of all tokens of an answer since it was taken."""
+
+    def __init__(self):
+        self._rows: list[Tensor] = []
+
+    def on_output(self, hidden: Tensor) -> None:
+        self._rows.append(hidden[0])
+
+    def take_back(self, count: int, kept: Sequence[int]) -> None:
+        """Drop the last ``count`` tokens but the first of them, which are kept.
+
+        Args:
+            kept: their numbers in 0 .. count - 1.
+        """
+        rows = torch.cat(self._rows)
+        self._rows = [rows[: len(rows) - count + len(kept)]]
+
+    def take(self) -> Tensor:
+        """Return the kept rows ``[S, d]``, and keep them no longer."""
+        rows = torch.cat(self._rows)
+        self._rows = []
+        return rows
 
 
 class ModelRunner:
@@ -57,6 +84,8 @@ class ModelRunner:
         states: those of a hybrid's linear attention. :class:`LinearStates` are changed in place,
             and cannot go back; with :class:`AnswerStates` no steps are captured.
         pruning: the attention of an answer that leaves out visual tokens; None: none are.
+        outputs: gets the output of the last norm of every token; None: it is not kept. With it no
+            steps are captured.
     """
 
     def __init__(
@@ -66,6 +95,7 @@ class ModelRunner:
         hosts: HostGroup | None = None,
         states: LinearStates | AnswerStates | None = None,
         pruning: DynamicPruning | None = None,
+        outputs: "KeptOutputs | None" = None,
     ):
         self._parts = parts
         self._cache = cache
@@ -73,7 +103,9 @@ class ModelRunner:
         self._hosts = hosts
         self._states = states
         self._pruning = pruning
-        can_record = pruning is None and not isinstance(states, AnswerStates)
+        self._steps = () if outputs is None else (outputs,)
+        is_plain = pruning is None and outputs is None
+        can_record = is_plain and not isinstance(states, AnswerStates)
         records = can_record and may_record(parts, hosts)
         self._recorded = RecordedSteps(parts) if records else None
         self._buffers: list[tuple[Tensor, Tensor] | None] = []  # of the recorded steps
@@ -114,10 +146,21 @@ class ModelRunner:
         new_ids = to_device(ids, device)
         places = to_device(positions, device)
         if not isinstance(self._states, AnswerStates):
-            return forward(parts, new_ids, places, self._cache, attention, last_only, self._states)
+            return forward(
+                parts,
+                new_ids,
+                places,
+                self._cache,
+                attention,
+                last_only,
+                self._states,
+                self._steps,
+            )
         self._states.prepare()
         linear = RunStates([self._states], [len(ids)])
-        logits = forward(parts, new_ids, places, self._cache, attention, last_only, linear)
+        logits = forward(
+            parts, new_ids, places, self._cache, attention, last_only, linear, self._steps
+        )
         self._states.num_run += len(ids)
         return logits
 
@@ -244,8 +287,10 @@ class Decoder:
         next_position: rotary position of the first new token.
         pruning: leaves out visual tokens of the prompt in every step; None: none are.
         goes_back: whether tokens may be rolled back and others follow them, as with drafts.
+        keeps_outputs: whether the output of the last norm is kept, for a draft that reads it.
 
     Attributes:
+        outputs: the kept output; None: it is not kept.
         cache: the cache that tokens are appended to; None on hosts that run nothing.
         prompt_states: a hybrid's states of linear attention behind the prompt; None: the model has
             none.
@@ -263,11 +308,13 @@ class Decoder:
         next_position: int,
         pruning: DynamicPruning | None = None,
         goes_back: bool = False,
+        keeps_outputs: bool = False,
     ):
         self.next_position = next_position
         self.cache = kv.continued()
         self.prompt_states = kv.states
         self.states: AnswerStates | None = None
+        self.outputs = KeptOutputs() if keeps_outputs else None
         self._runner = None
         if self.cache is not None:
             in_place = None
@@ -276,7 +323,7 @@ class Decoder:
             elif kv.states is not None:
                 in_place = kv.states.copy()  # the prompt's stay
             self._runner = ModelRunner(
-                parts, self.cache, kv.attending, self.states or in_place, pruning
+                parts, self.cache, kv.attending, self.states or in_place, pruning, self.outputs
             )
         self.hosts = kv.hosts
         self.prunes = pruning is not None
@@ -331,6 +378,9 @@ class Decoder:
         if self.states is not None:
             assert list(kept) == list(range(len(kept))), "hybrids verify no trees"
             self.states.num_run += len(kept) - count
+        if self.outputs is not None and self.cache is not None:
+            assert list(kept) == list(range(len(kept))), "drafts that read outputs are chains"
+            self.outputs.take_back(count, kept)
         self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import demo
 from ..config import (
@@ -20,6 +20,8 @@ from ..errors import InvalidConfigError, InvalidRequestError
 from ..hosts import HostGroup
 from ..input.prompts.model_inputs import ModelInputs
 from ..model.loading.load import load_model, require_loadable
+from ..model.loading.next_token import load_next_token_model, require_next_token_weights
+from ..model.next_token import NextTokenModel
 from ..model.parts import ModelParts, inspect_model
 from ..prefilling.reduction.frames import require_whole_frames
 from .loops.beside import DraftHost, ParallelSpeculation
@@ -41,10 +43,12 @@ class Models(NamedTuple):
     Attributes:
         target: the target; None on a draft host.
         draft: the draft model; None if no second model drafts on this host.
+        next_token: the target's multi-token prediction layer; None if it does not draft.
     """
 
     target: ModelParts | None
     draft: ModelParts | None
+    next_token: NextTokenModel | None = None
 
     @property
     def own_target(self) -> ModelParts:
@@ -90,6 +94,19 @@ class Drafting:
     def drafts_only(self) -> bool:
         """Whether this is the draft host, which does not run the target."""
         return self._has_draft_host and self._hosts.rank == self._hosts.size - 1
+
+    def require_target(self, path: str | Path, config: PreTrainedConfig) -> None:
+        """Reject a target without the weights that the strategy drafts with, before any are loaded.
+
+        Args:
+            path: the target's checkpoint.
+            config: its config.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
+        if self._config is not None and STRATEGIES[self._config.strategy].facts.reads_outputs:
+            require_next_token_weights(path, config)
 
     def find_model(self, prefill: PrefillConfig, is_demo: bool) -> str | Path | None:
         """Find the draft model before anything is loaded; return None for strategies without one.
@@ -162,9 +179,11 @@ class Drafting:
             target=None if model is None else inspect_model(model, prefill.backend, decode),
             draft=None if draft is None else inspect_model(draft, prefill.backend, decode),
         )
-        for parts in models:
+        for parts in (models.target, models.draft):
             if parts is not None and config is not None:
                 require_drafts_of(config, parts.model.config)
+        if config is not None and STRATEGIES[config.strategy].facts.reads_outputs:
+            return models._replace(next_token=load_next_token_model(models.own_target))
         # A draft host has to read requests itself.
         if config is None or config.draft_host:
             return models
@@ -213,7 +232,13 @@ class Drafting:
             tokenize = partial(tokenizer.encode, add_special_tokens=False)
             draft = models.draft if STRATEGIES[config.strategy].facts.needs_draft_model else None
             return SequentialSpeculation(
-                models.own_target, draft, hosts, config, tokenize, self._captioner
+                models.own_target,
+                draft,
+                hosts,
+                config,
+                tokenize,
+                self._captioner,
+                models.next_token,
             )
         pair = Pair.of(hosts, config)
         way: ParallelSpeculation | DraftHost

@@ -18,6 +18,7 @@ from ...input.prompts.visual import VisualInput
 from ...model.attention import CausalAttention, apbv_attention
 from ...model.forward import run_layers
 from ...model.linear_attention import LinearStates
+from ...model.next_token import NextTokenModel
 from ...model.parts import ModelParts
 from ...prefilling.encoding.audio import encode_audio
 from ...prefilling.encoding.placeholder_exchange import PlaceholderRows
@@ -146,6 +147,7 @@ class DraftTask:
         tokenize: turns text into token ids, without special tokens, for drafts that read other
             text.
         caption: a caption of what is to be seen, on the leader, if the strategy needs one.
+        next_token: the checkpoint's multi-token prediction layer, if the strategy drafts with it.
     """
 
     target: ModelParts
@@ -164,6 +166,7 @@ class DraftTask:
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
     decode_host: int = 0
+    next_token: NextTokenModel | None = None
 
     @property
     def draft_parts(self) -> ModelParts:

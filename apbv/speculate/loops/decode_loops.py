@@ -17,6 +17,7 @@ from ...decode.batch import Batch
 from ...errors import InvalidRequestError
 from ...hosts import HostGroup
 from ...input.prompts.rendering import RenderedPrompt
+from ...model.next_token import NextTokenModel
 from ...model.parts import ModelParts
 from ...prefilling.prefill_observer import PrefillObserver
 from ...prefilling.prefiller import Prefiller, ReadRequest
@@ -24,6 +25,7 @@ from ...prefilling.reduction.choosing import Reduction
 from ...prefilling.result import PrefillResult
 from ...request.request import Request
 from ..drafters.draft import Draft, DraftTask
+from ..drafters.next_token import NextTokenDrafter
 from ..strategies.table import STRATEGIES, draft_tree, make_observer
 from .decode_loop import AnsweredRequest, DecodedAnswer, DecodeLoop, PrefilledRequest
 from .pace import Pace
@@ -76,6 +78,7 @@ class SequentialSpeculation(DecodeLoop):
         draft: the draft model; None for strategies without one.
         tokenize: turns text into token ids, without special tokens.
         captioner: see :class:`apbv.Engine`.
+        next_token: the target's multi-token prediction layer; None if it does not draft.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class SequentialSpeculation(DecodeLoop):
         config: SpeculativeConfig,
         tokenize: Callable[[str], list[int]],
         captioner: Captioner | None = None,
+        next_token: NextTokenModel | None = None,
     ):
         self._target = target
         self._draft = draft
@@ -93,6 +97,8 @@ class SequentialSpeculation(DecodeLoop):
         self._config = config
         self._tokenize = tokenize
         self._captioner = captioner
+        self._next_token = next_token
+        self._reads_outputs = STRATEGIES[config.strategy].facts.reads_outputs
         self.models = tuple(parts for parts in (target, draft) if parts is not None)
         self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
@@ -100,7 +106,13 @@ class SequentialSpeculation(DecodeLoop):
         begun = self.begin(request, prefiller)
         request = begun.read.request
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            answer = begin_answer(self._target, begun.state, request, goes_back=True)
+            answer = begin_answer(
+                self._target,
+                begun.state,
+                request,
+                goes_back=True,
+                keeps_outputs=self._reads_outputs and self.hosts.is_leader,
+            )
             stats = self._decode(begun.own_draft, answer)
         summary = stats.summary(len(answer.tokens))
         decoded = DecodedAnswer(answer.tokens, answer.logprobs, summary)
@@ -135,7 +147,13 @@ class SequentialSpeculation(DecodeLoop):
 
     def on_one_host(self, hosts: HostGroup) -> "SequentialSpeculation":
         return SequentialSpeculation(
-            self._target, self._draft, hosts, self._config, self._tokenize, self._captioner
+            self._target,
+            self._draft,
+            hosts,
+            self._config,
+            self._tokenize,
+            self._captioner,
+            self._next_token,
         )
 
     def _build(
@@ -172,13 +190,14 @@ class SequentialSpeculation(DecodeLoop):
             drafts_tree=self._tree is not None,
             tokenize=self._tokenize,
             caption=caption,
+            next_token=self._next_token,
         )
         return STRATEGIES[config.strategy].build(task)
 
     def _decode(self, draft: Draft, answer: Answer) -> SpeculationStats:
         """Decode an answer; return the statistics of its draft."""
         config = self._config
-        if draft.runs(self._target):
+        if draft.runs(self._target) or isinstance(draft.drafter, NextTokenDrafter):
             draft.model_drafter.target = answer.decoder
         pace = Pace(config.num_draft_tokens, config.ablation.keep_losing_draft)
         _, stats = generate_speculatively(answer, draft.drafter, pace, self._tree)

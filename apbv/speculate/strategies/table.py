@@ -26,6 +26,7 @@ from ...prefilling.prefill_observer import PrefillObserver
 from ..drafters.draft import Draft, DraftTask
 from ..drafters.tree import Tree
 from . import builders
+from .next_token import PromptOutputs, draft_by_next_token
 from .score_observers import HeadAttention, Relevance, SimilarityChange
 
 
@@ -83,6 +84,10 @@ def _keep_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObser
     return Relevance() if ranks_by_prefill(config) else None
 
 
+def _output_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:
+    return PromptOutputs()
+
+
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": Strategy(STRATEGY_FACTS["vanilla"], builders.draft_by_model, _keep_observer),
     "sd_tree": Strategy(STRATEGY_FACTS["sd_tree"], builders.draft_by_model, _keep_observer),
@@ -94,6 +99,7 @@ STRATEGIES: dict[str, Strategy] = {
     "std": Strategy(STRATEGY_FACTS["std"], builders.draft_on_attended_kv, _head_observer),
     "streaming": Strategy(STRATEGY_FACTS["streaming"], builders.draft_on_latest_kv),
     "layerskip": Strategy(STRATEGY_FACTS["layerskip"], builders.draft_by_first_layers),
+    "mtp": Strategy(STRATEGY_FACTS["mtp"], draft_by_next_token, _output_observer),
     "ngram": Strategy(STRATEGY_FACTS["ngram"], builders.draft_by_ngrams),
 }
 
@@ -114,6 +120,8 @@ def draft_batching_obstacle(config: SpeculativeConfig) -> str | None:
         return "a draft tree is verified alone"
     if STRATEGY_FACTS[config.strategy].needs_verdicts:
         return f"{config.strategy} learns from every verification"
+    if STRATEGY_FACTS[config.strategy].reads_outputs:
+        return f"{config.strategy} reads the target's hidden states of every verification"
     return None
 
 
