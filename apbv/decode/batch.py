@@ -388,7 +388,11 @@ class Batch:
                 member.end(error)
 
     def _own(
-        self, layers: Sequence[GrowingLayer], position: int, states: LinearStates | None
+        self,
+        layers: Sequence[GrowingLayer],
+        position: int,
+        states: LinearStates | None,
+        kind: type[OwnKV] = OwnKV,
     ) -> OwnKV:
         """Take over KV, and a hybrid's states, that were computed in another stream."""
         if self._stream is not None:
@@ -400,7 +404,7 @@ class Batch:
                 tensors += of_layer
             for tensor in tensors:
                 tensor.record_stream(self._stream)
-        return OwnKV(layers, position, None if states is None else AnswerStates(states))
+        return kind(layers, position, None if states is None else AnswerStates(states))
 
 
 def _start_reading(choice: Choice) -> ArrivingTokens:

@@ -1,6 +1,6 @@
 """Forward passes over the newest tokens of several answers, each with its own KV."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from ..kernels import BufferTable, SequenceBuffers
 from ..kernels.backends import choose
 from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
+from ..model.forward import LayerStep
 from ..model.parts import ModelParts
 from .answer_states import AnswerStates, RunStates
 from .decoder import forward
@@ -22,6 +23,27 @@ _ROWS = tuple(1024 * 4**power for power in range(12))
 Tokens = Sequence[int] | Tensor
 
 
+class TokenOutputs:
+    """The output of a model's last norm for the newest tokens of one answer in a batch."""
+
+    def __init__(self):
+        self._first = 0  # the number of the first token whose output is kept
+        self._rows: Tensor | None = None
+
+    def write(self, place: int, rows: Tensor) -> None:
+        """Keep the output ``[S, d]`` for tokens from number ``place`` on, in place of earlier."""
+        if self._rows is not None:
+            rows = torch.cat([self._rows[: place - self._first], rows])
+        self._rows = rows
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Return the output for these tokens, and keep that before them no longer."""
+        assert self._rows is not None, "the tokens were run"
+        self._rows = self._rows[start - self._first :]
+        self._first = start
+        return self._rows[: stop - start]
+
+
 class OwnKV:
     """KV of one answer in a batch, in buffers that the batch writes to.
 
@@ -32,6 +54,7 @@ class OwnKV:
 
     Attributes:
         states: as above.
+        outputs: keeps the output of the last norm, for a draft that reads it; None: it is not kept.
         num_run: number of the answer's tokens that the model has processed. Less: the last rows are
             taken back.
         place: a new object whenever the buffers change.
@@ -49,6 +72,7 @@ class OwnKV:
         self._longest_prompt = max(self._prompt_rows)
         self._first_position = position
         self.states = states
+        self.outputs: TokenOutputs | None = None
         self.num_run = 0
         self._measure()
 
@@ -128,15 +152,23 @@ class BatchRunner:
 
     Args:
         parts: the model.
+        keeps_outputs: whether the output of the last norm is kept, in :attr:`outputs` and where an
+            answer's KV has a place for it. Then no passes are captured.
+
+    Attributes:
+        outputs: ``[S, d]`` of the latest pass; None: it is not kept.
     """
 
-    def __init__(self, parts: ModelParts):
+    def __init__(self, parts: ModelParts, keeps_outputs: bool = False):
         self._parts = parts
+        self.outputs: Tensor | None = None
+        self._steps = (_LatestOutputs(self),) if keeps_outputs else ()
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
         # The addresses of an answer's states change.
         is_hybrid = parts.sizes.linear is not None
-        records = self._looks_up and not is_hybrid and may_record(parts, None)
+        can_record = self._looks_up and not is_hybrid and not keeps_outputs
+        records = can_record and may_record(parts, None)
         self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()
@@ -164,9 +196,18 @@ class BatchRunner:
             logits = self._run_with_lookups(ids, kvs, counts, linear)
         else:
             logits = self._run_with_addresses(ids, kvs, counts, linear)
-        for kv, count in zip(kvs, _counts_or_ones(kvs, counts), strict=True):
+        counts = _counts_or_ones(kvs, counts)
+        if self.outputs is not None:
+            for kv, rows in zip(kvs, self.outputs.split(list(counts)), strict=True):
+                if kv.outputs is not None:
+                    kv.outputs.write(kv.num_run, rows)
+        for kv, count in zip(kvs, counts, strict=True):
             kv.num_run += count
         return logits
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the first layer's input ``[1, S, d]`` of ids ``[1, S]``."""
+        return self._parts.embed_tokens(ids)
 
     def _run_with_addresses(
         self,
@@ -184,7 +225,17 @@ class BatchRunner:
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
         new_ids = to_device(ids, parts.device)
-        return forward(parts, new_ids, positions, None, attention, last_only=False, linear=linear)
+        return forward(
+            parts,
+            new_ids,
+            positions,
+            None,
+            attention,
+            last_only=False,
+            linear=linear,
+            steps=self._steps,
+            embed=self._embedded,
+        )
 
     def _run_with_lookups(
         self,
@@ -197,7 +248,16 @@ class BatchRunner:
         most_rows = max(kv.capacity for kv in kvs)
         most_new_tokens = _next_power_of_2(max(_counts_or_ones(kvs, counts)))
         if self._recorded is None or len(ids) > _SIZES[-1]:
-            step = _Step(self._parts, len(kvs), len(ids), most_new_tokens, most_rows, linear)
+            step = _Step(
+                self._parts,
+                len(kvs),
+                len(ids),
+                most_new_tokens,
+                most_rows,
+                linear,
+                self._steps,
+                self._embedded,
+            )
             step.take(ids, kvs, counts)
             return step.compute()
         shape = (
@@ -210,6 +270,16 @@ class BatchRunner:
         return logits[: len(ids)]
 
 
+class _LatestOutputs(LayerStep):
+    """Keeps the output of the last norm in its runner."""
+
+    def __init__(self, runner: BatchRunner):
+        self._runner = runner
+
+    def on_output(self, hidden: Tensor) -> None:
+        self._runner.outputs = hidden[0]
+
+
 class _Step(Step):
     """Forward pass for up to R answers, with inputs at fixed addresses.
 
@@ -219,6 +289,7 @@ class _Step(Step):
         most_new: the largest number of one answer's tokens, a power of 2.
         most_rows: the largest number of an answer's rows.
         linear: computes a hybrid's linear attention in this pass.
+        steps, embed: see :func:`.decoder.forward`.
     """
 
     def __init__(
@@ -229,8 +300,12 @@ class _Step(Step):
         most_new: int,
         most_rows: int,
         linear: RunStates | None = None,
+        steps: Sequence[LayerStep] = (),
+        embed: Callable[[Tensor], Tensor] | None = None,
     ):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
+        self._steps = steps
+        self._embed = embed
         self._linear = linear
         self._most_rows = most_rows
         self._most_new = most_new
@@ -288,6 +363,8 @@ class _Step(Step):
             attention,
             last_only=False,
             linear=self._linear,
+            steps=self._steps,
+            embed=self._embed,
         )
 
 

@@ -1,6 +1,6 @@
 """Runs a language model on new tokens with a KV cache, step by step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def forward(
     last_only: bool,
     linear: LinearAttention | None = None,
     steps: Sequence[LayerStep] = (),
+    embed: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run a language model on S tokens, append their KV to the cache, and return logits ``[S, V]``.
 
@@ -39,8 +40,11 @@ def forward(
         last_only: compute only the last token's logits, ``[1, V]``.
         linear: computes a hybrid's linear attention of the new tokens.
         steps: what is done around the layers.
+        embed: makes the first layer's input ``[1, S, d]`` of ids ``[1, S]``; None: it is the
+            model's embeddings.
     """
-    rows = LayerRows(parts.embed_tokens(ids[None]), positions[None])
+    embed = embed or parts.embed_tokens
+    rows = LayerRows(embed(ids[None]), positions[None])
     with apbv_attention(parts.language_model):
         hidden = run_layers(parts, rows, cache, attention, linear=linear, steps=steps)
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]

@@ -18,7 +18,6 @@ from apbv import (
     ReuseConfig,
     SamplingParams,
     SpeculativeConfig,
-    plan,
 )
 from apbv.errors import InvalidConfigError, StorageError
 from apbv.model.parts import inspect_model
@@ -302,8 +301,6 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
             Engine.from_pretrained(path, hosts=hosts, **settings)
         with pytest.raises(InvalidConfigError, match=message):
             Engine(model, processor, hosts, **settings, draft=model)
-    with pytest.raises(InvalidConfigError, match="does not split the linear attention of qwen3_5"):
-        plan(path, num_frames=8, tensor_parallel=2)
     state = apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts)
     with pytest.raises(
         InvalidConfigError, match=r"offer\(\) transfers keys and values, but no states"

@@ -1,14 +1,19 @@
 """Drafts by the multi-token prediction layer of a checkpoint."""
 
+from functools import cache
 from shutil import copytree
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
-from apbv import Engine, HostGroup, PrefillConfig
-from apbv.speculate.drafters.next_token import NextTokenDrafter
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams
+from apbv.kv.cache import appending_in_place, growing_layers
+from apbv.runner.batch_steps import OwnKV, TokenOutputs
+from apbv.speculate.drafters.next_token import NextTokenDrafter, NextTokenKV
+from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 
 from apbv_tests import families
 from apbv_tests.configs import speculative_config
@@ -175,12 +180,87 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path, saved):
     assert not load.called
 
 
-def test_answers_are_decoded_one_after_another(saved):
-    config = speculative_config(**WITH_LAYER)
+@cache
+def rule_of(path: str, num_words: int) -> PlainNextToken:
+    """The plain rule behind a text of so many words."""
+    hosts = HostGroup.single("cpu")
+    prompt = prompt_job(hosts, path, {"context": text_of(num_words)})
+    return plain_rule(path, "", None, prompt)
+
+
+def text_of(num_words: int) -> str:
+    return " ".join(f"word {number}" for number in range(num_words))
+
+
+LENGTHS = (5, 9, 14, 20, 30)
+
+
+@pytest.mark.shows("batches")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "glm4"])
+def test_answers_in_a_batch_are_those_alone_and_drafts_follow_the_rule(saved, family):
+    """Answers join one after the other; each drafts from its own hidden states."""
+    path = saved(family)
     engine = Engine.from_pretrained(
-        saved("qwen3_next"), hosts=HostGroup.single("cpu"), speculate=config
+        path, hosts=HostGroup.single("cpu"), speculate=speculative_config(**WITH_LAYER)
     )
-    assert "reads the target's hidden states" in described(engine.batch)
+    questions = [{"prompt": QUESTION, "context": text_of(words)} for words in LENGTHS]
+    sampling = SamplingParams(max_new_tokens=STEPS)
+    drafts = []
+    draft_together = SpeculativeBatch._draft
+
+    def recorded(self, windows):
+        drafted = draft_together(self, windows)
+        for member, of_member in drafted.items():
+            prompt = member.answer.prompt_ids
+            drafts.append((prompt, list(member.tokens), of_member.tokens.tolist()))
+        return drafted
+
+    with patch.object(SpeculativeBatch, "_draft", recorded):
+        together = dict(engine.generate_all(questions, sampling=sampling, max_together=3))
+    plain = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
+    for number, words in enumerate(LENGTHS):
+        alone = plain.generate(QUESTION, context=text_of(words), max_new_tokens=STEPS)
+        assert together[number].token_ids == alone.token_ids
+    words_of_prompt = {
+        prompt_job(HostGroup.single("cpu"), path, {"context": text_of(words)}).shape[1]: words
+        for words in LENGTHS
+    }
+    assert len(drafts) > 2 * len(LENGTHS)
+    for prompt, tokens, drafted in drafts:
+        rule = rule_of(path, words_of_prompt[len(prompt)])
+        assert drafted == rule.draft(tokens, len(drafted))
+    accepted = [answer.stats["speculation"]["num_accepted"] for answer in together.values()]
+    assert sum(accepted) > 0
+
+
+def test_after_a_round_that_failed_the_same_hidden_states_are_there():
+    """Of tokens that were run none was added to the answer, or the layer has not run them."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
+    layers = growing_layers(appending_in_place(cache))
+    target = OwnKV(layers, 4)
+    target.outputs = TokenOutputs()
+    kv = NextTokenKV(layers, 3)
+    behind_prompt = torch.tensor([[-1.0]])
+    kv.prepare(1, behind_prompt, target)
+    assert (kv.num_run, kv.hidden.flatten().tolist()) == (0, [-1.0])
+    kv.num_verified = 1  # as after a run
+
+    # The target verifies token 0 and two drafted ones: one is accepted.
+    target.outputs.write(0, torch.tensor([[0.0], [1.0], [9.0]]))
+    for _ in range(3):
+        kv.prepare(3, behind_prompt, target)
+        assert (kv.num_run, kv.hidden.flatten().tolist()) == (1, [0.0, 1.0])
+        # This round fails in the target, which has run tokens 2 and 3.
+        target.outputs.write(2, torch.tensor([[2.0], [8.0]]))
+        kv.num_run = 5
+    # Now the layer has run all.
+    kv.num_verified = 3
+    for _ in range(2):
+        kv.prepare(3, behind_prompt, target)
+        assert (kv.num_run, kv.hidden.flatten().tolist()) == (2, [1.0])
+    kv.prepare(4, behind_prompt, target)
+    assert (kv.num_run, kv.hidden.flatten().tolist()) == (3, [2.0])
 
 
 def test_a_model_that_was_loaded_elsewhere_reads_the_layer_from_its_checkpoint(saved):

@@ -12,6 +12,7 @@ from ...kv.cache import appending_in_place
 from ...model.attention import NewTokenAttention, apbv_attention
 from ...model.forward import LayerRows, run_layers
 from ...model.next_token import NextTokenModel
+from ...runner.batch_steps import BatchRunner, OwnKV, Tokens
 from .drafters import ModelDrafter, ReadPrompt
 
 
@@ -58,6 +59,75 @@ class NextTokenRunner:
         return parts.lm_head(out[:, -1:])[0]
 
 
+class NextTokenBatchRunner(BatchRunner):
+    """Runs the layer on new tokens of several answers, each with the hidden state before it.
+
+    Of every KV, :attr:`NextTokenKV.hidden` has those for the tokens of the next run.
+
+    Args:
+        model: the layer.
+    """
+
+    def __init__(self, model: NextTokenModel):
+        super().__init__(model.parts, keeps_outputs=True)
+        self._model = model
+        self._hidden: Tensor | None = None
+
+    def run(
+        self,
+        ids: Tokens,
+        kvs: Sequence[OwnKV],
+        counts: Sequence[int] | None = None,
+        follows_drafted: bool = False,
+    ) -> Tensor:
+        own = [kv for kv in kvs if isinstance(kv, NextTokenKV)]
+        assert len(own) == len(kvs), "they are of drafts with this layer"
+        self._hidden = torch.cat([kv.hidden for kv in own])
+        logits = super().run(ids, kvs, counts, follows_drafted)
+        # The layer's own output goes with the token that is drafted.
+        assert self.outputs is not None, "it is kept"
+        lengths = [1] * len(own) if counts is None else list(counts)
+        for kv, rows in zip(own, self.outputs.split(lengths), strict=True):
+            kv.hidden = rows[-1:]
+            if not follows_drafted:
+                kv.num_verified = kv.num_run
+        return logits
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        assert self._hidden is not None, "there is a row for each token"
+        return self._model.join(super()._embedded(ids), self._hidden[None])
+
+
+class NextTokenKV(OwnKV):
+    """The layer's KV of one answer in a batch.
+
+    Attributes:
+        hidden: ``[S, d]``, the hidden states for the next run of S tokens.
+        num_verified: how many tokens were run with the target's hidden states.
+    """
+
+    hidden: Tensor
+    num_verified: int = 0
+
+    def prepare(self, num_tokens: int, last_hidden: Tensor, target: OwnKV) -> None:
+        """Go back to what the target has verified, and take the hidden states of what is missing.
+
+        Args:
+            num_tokens: of the answer, the last of which the target has not run.
+            last_hidden: ``[1, d]``, behind the prompt's last token.
+            target: the target's KV of the answer, with its outputs.
+        """
+        # At least the last token is run: after a round that failed once more.
+        first = min(self.num_verified, num_tokens - 1)
+        before = [last_hidden] if first == 0 else []
+        num_known = num_tokens - 1
+        if num_known:
+            assert target.outputs is not None, "they are kept"
+            before.append(target.outputs.between(max(0, first - 1), num_known))
+        self.hidden = torch.cat(before)
+        self.num_run = first
+
+
 class NextTokenDrafter(ModelDrafter):
     """Drafts chains with the layer: the target's hidden state gives the first token, the layer's
     own output the ones after it.
@@ -74,9 +144,11 @@ class NextTokenDrafter(ModelDrafter):
         config, vocab_size, prompt_ids: see :class:`ModelDrafter`.
 
     Attributes:
+        model, last_hidden: as above.
         target: the target's decoder, which has the hidden states of the verified tokens.
     """
 
+    last_hidden: Tensor
     _runner: NextTokenRunner  # type: ignore[assignment]  # it takes the same arguments
 
     def __init__(
@@ -90,7 +162,7 @@ class NextTokenDrafter(ModelDrafter):
         vocab_size: int,
         prompt_ids: Tensor,
     ):
-        self._model = model
+        self.model = model
         # A token has the position of the one before it, whose hidden state it goes with.
         super().__init__(
             model.parts,
@@ -101,13 +173,13 @@ class NextTokenDrafter(ModelDrafter):
             vocab_size,
             prompt_ids=prompt_ids,
         )
-        self._last_hidden: Tensor | None = last_hidden
+        self.last_hidden = last_hidden
         # How many tokens were run with the target's hidden states.
         self._num_verified = 0
 
     def _continue(self, cache: DynamicCache) -> None:
         self.cache = appending_in_place(cache)
-        self._runner = NextTokenRunner(self._model, self.cache)
+        self._runner = NextTokenRunner(self.model, self.cache)
 
     def _roll_back(self, tokens: Sequence[int], num_verified: int | None = None) -> list[int]:
         assert num_verified is None, "all tokens are verified"
@@ -119,10 +191,7 @@ class NextTokenDrafter(ModelDrafter):
         missing = list(tokens[self._num_verified :])
 
         # The hidden states before the missing tokens.
-        before = []
-        if self._last_hidden is not None:
-            before.append(self._last_hidden)
-            self._last_hidden = None
+        before = [] if self._num_verified else [self.last_hidden]
         num_known = len(missing) - len(before)
         if num_known:
             assert self.target is not None and self.target.outputs is not None, "they are kept"

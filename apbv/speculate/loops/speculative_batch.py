@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...config import SpeculativeConfig
+from ...config import STRATEGY_FACTS, SpeculativeConfig
 from ...decode.answer import NO_TOKEN, Answer
 from ...decode.batch import ArrivingTokens, Batch, Member
 from ...decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
@@ -26,9 +26,10 @@ from ...errors import InvalidConfigError
 from ...kv.cache import growing_layers
 from ...model.parts import ModelParts
 from ...pending import Pending
-from ...runner.batch_steps import BatchRunner, OwnKV
+from ...runner.batch_steps import BatchRunner, OwnKV, TokenOutputs
 from ..drafters.draft import Draft
 from ..drafters.drafters import ModelDrafter
+from ..drafters.next_token import NextTokenBatchRunner, NextTokenDrafter, NextTokenKV
 from ..drafters.tree import Tree
 from ..strategies.table import draft_batching_obstacle
 from ..verify import decide_window
@@ -90,6 +91,8 @@ class DraftingMember(Member):
     def drop_draft(self, why: str) -> None:
         """Go on without the draft, and free its KV."""
         self.draft = self.model_draft = None
+        if self.kv is not None:
+            self.kv.outputs = None
         self.stats.switch_off(why, len(self.tokens))
 
     def learn(self, num_drafted: int, num_accepted: int, is_finite: bool) -> None:
@@ -204,6 +207,8 @@ class SpeculativeBatch(Batch):
         if obstacle := draft_batching_obstacle(config):
             raise InvalidConfigError(f"cannot batch answers with drafts: {obstacle}")
         self._config = config
+        if STRATEGY_FACTS[config.strategy].reads_outputs:
+            self._runner = BatchRunner(parts, keeps_outputs=True)
         self._pace_of_size: dict[int, Pace] = {}
         self._acceptance = Acceptance()  # of all drafts
         # By the identity of the parts of a model that drafts.
@@ -250,12 +255,24 @@ class SpeculativeBatch(Batch):
             if not isinstance(drafter, ModelDrafter):
                 continue
             try:
-                layers = growing_layers(drafter.cache)
-                kv = self._own(layers, drafter.position, drafter.prompt_states)
+                kv = self._kv_of_draft(drafter, member)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.drop_draft(str(error))
             else:
                 member.model_draft = ModelDraft(drafter, kv)
+
+    def _kv_of_draft(self, drafter: ModelDrafter, member: DraftingMember) -> OwnKV:
+        """Take over a draft's KV.
+
+        Raises:
+            RuntimeError: there is too little memory.
+        """
+        layers = growing_layers(drafter.cache)
+        if not isinstance(drafter, NextTokenDrafter):
+            return self._own(layers, drafter.position, drafter.prompt_states)
+        kv = self._own(layers, drafter.position, None, NextTokenKV)
+        member.running_kv.outputs = TokenOutputs()
+        return kv
 
     def _may_run_ahead(self) -> bool:
         return super()._may_run_ahead() and self._windows() is None
@@ -363,6 +380,9 @@ class SpeculativeBatch(Batch):
                     drafted[member] = Drafted(tokens, torch.ones_like(tokens), proposal.q)
                     continue
                 kv = by_model.kv
+                if isinstance(kv, NextTokenKV) and isinstance(by_model.drafter, NextTokenDrafter):
+                    last_hidden = by_model.drafter.last_hidden
+                    kv.prepare(len(member.tokens), last_hidden, member.running_kv)
                 kv.make_room(num_known + window - kv.num_run)
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
@@ -372,18 +392,22 @@ class SpeculativeBatch(Batch):
                 kv.num_run = by_model.num_copied
                 kv.copy_newest(member.running_kv, num_known - kv.num_run)
                 by_model.num_copied = num_known
-            runner = self._runner_of(by_model.drafter.parts)
+            runner = self._runner_of(by_model.drafter)
             windows_by_runner.setdefault(runner, {})[member] = window
         for runner, windows_of_model in windows_by_runner.items():
             drafted |= _draft_chains(runner, windows_of_model)
         return drafted
 
-    def _runner_of(self, parts: ModelParts) -> BatchRunner:
+    def _runner_of(self, drafter: ModelDrafter) -> BatchRunner:
         """Return the runner of a model over the newest tokens of the answers that it drafts for."""
+        parts = drafter.parts
         if parts is self._parts:
             return self._runner
         if id(parts) not in self._draft_runners:
-            self._draft_runners[id(parts)] = BatchRunner(parts)
+            if isinstance(drafter, NextTokenDrafter):
+                self._draft_runners[id(parts)] = NextTokenBatchRunner(drafter.model)
+            else:
+                self._draft_runners[id(parts)] = BatchRunner(parts)
         return self._draft_runners[id(parts)]
 
 

@@ -120,8 +120,6 @@ def draft_batching_obstacle(config: SpeculativeConfig) -> str | None:
         return "a draft tree is verified alone"
     if STRATEGY_FACTS[config.strategy].needs_verdicts:
         return f"{config.strategy} learns from every verification"
-    if STRATEGY_FACTS[config.strategy].reads_outputs:
-        return f"{config.strategy} reads the target's hidden states of every verification"
     return None
 
 
