@@ -141,7 +141,7 @@ def request_of(entry: dict, folder: Path) -> dict:
         if isinstance(names, str):
             names = [names]
         request["images"] = [folder / name for name in names]
-    else:
+    elif "video" in entry:
         request["video"] = folder / entry["video"]
     return request
 

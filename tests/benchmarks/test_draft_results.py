@@ -57,6 +57,36 @@ def test_the_page_shows_its_records():
     assert "`ngram` is the faster one in every row" in said
 
 
+def test_the_page_shows_the_records_of_a_hybrid():
+    """With drafts and in batches the answers are the same."""
+    records = read_records([ROOT / "docs" / "records" / "hybrid.jsonl"])
+    lines = []
+    for (answers,), (alone, vanilla, ngram) in grouped(records, "answers").items():
+        assert all(record["identical"] for record in (alone, vanilla, ngram))
+        accepted = vanilla["acceptance_rate"]
+        lines.append(
+            [
+                str(answers),
+                f"{alone['tokens_per_s']:.0f}",
+                "" if accepted is None else f"{accepted:.2f}",
+                f"{vanilla['drafted_per_token']:.2f}",
+                f"{vanilla['speedup']:.2f}x",
+                f"{ngram['drafted_per_token']:.2f}",
+                f"{ngram['speedup']:.2f}x",
+            ]
+        )
+    header = [
+        "answers",
+        "tokens/s without a draft",
+        "`vanilla`: accepted",
+        "drafted",
+        "decoding",
+        "`ngram`: drafted",
+        "decoding",
+    ]
+    require_table(PAGE, markdown_table(header, lines))
+
+
 def test_the_notes_show_tabeds_ways():
     """M and T are in both of the paper's tables; a greedy run repeats them exactly."""
     records = read_records([ROOT / "docs" / "records" / "tabed.jsonl"])

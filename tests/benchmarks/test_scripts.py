@@ -318,6 +318,21 @@ def test_tabeds_tables_of_a_pair_that_is_made(run, tmp_path):
     assert all(0 < rate < 1 for rate in rates)
 
 
+def test_a_hybrid_that_is_made_drafts_in_batches(run, tmp_path):
+    """Its first layers are neither always right nor always wrong."""
+    made = run_benchmark("make_hybrid", "--out", tmp_path, "--size", "tiny", "--layers", 4)
+    assert made.returncode == 0, made.stderr
+    models = ["--model", tmp_path / "target", "--draft-model", tmp_path / "draft"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"task": "repeat", "prompt": "Repeat the words: some words of a text."}\n' * 2
+    )
+    options = [*models, "--prompts", prompts, "--max-new-tokens", 24, "--dtype", "bfloat16"]
+    records, _ = run("speculative", *options, "--strategies", "vanilla", "--batch", 1, 2)
+    rates = [record["acceptance_rate"] for record in records if record["acceptance_rate"]]
+    assert rates and all(0 < rate < 1 for rate in rates)
+
+
 def test_drafts_in_batches(run, tmp_path):
     options = of_clip(tmp_path, "--batch", 1, 2, "--strategies", "std", "--scale", 2, clips=2)
     records, _ = run("speculative", *options, hosts=2)
