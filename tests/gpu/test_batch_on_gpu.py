@@ -14,6 +14,7 @@ from apbv.stats import StageTimer
 from apbv_tests import families
 from apbv_tests.answers import plain_tokens
 from apbv_tests.configs import speculative_config
+from apbv_tests.next_token import save_with_next_token
 from apbv_tests.pretend_gpu import rehearsal, to_gpu
 from apbv_tests.rehearsals import on_gpus, resizing_as_on_gpu
 
@@ -140,3 +141,37 @@ def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RESULT} for step in steps)
     # All but the last token drafted, each in a pass, and the target's.
     assert max(len(step.of("replay")) for step in steps) == 3
+
+
+@pytest.mark.thorough
+def test_a_round_of_multi_token_prediction_waits_once(tmp_path, monkeypatch):
+    """The hidden states stay on the GPU: the CPU knows how many there are by the tokens."""
+    path = save_with_next_token("glm4", tmp_path)
+    speculate = speculative_config(strategy="mtp", num_draft_tokens=2, keep_losing_draft=True)
+    asked = [{"prompt": question, "context": "some words " * 20} for question in QUESTIONS[:2]]
+    sampling = SamplingParams(max_new_tokens=12)
+    step = Batch.step
+    with resizing_as_on_gpu():
+        engine = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"), speculate=speculate)
+        expected = [engine.generate(**each, sampling=sampling) for each in asked]
+        with rehearsal() as gpu:
+            hosts = on_gpus(HostGroup.single("cpu"))
+            model = to_gpu(engine.model, gpu)
+            engine = Engine(model, engine.processor, hosts, speculate=speculate)
+            alone = [engine.generate(**each, sampling=sampling) for each in asked]
+
+            def marked(batch):
+                gpu.mark("step")
+                return step(batch)
+
+            monkeypatch.setattr(Batch, "step", marked)
+            found = dict(engine.generate_all(asked, sampling=sampling))
+    num_accepted = []
+    for number, answer in enumerate(expected):
+        num_accepted.append(answer.stats["speculation"]["num_accepted"])
+        for other in (alone[number], found[number]):
+            assert other.token_ids == answer.token_ids
+            assert other.stats["speculation"]["num_accepted"] == num_accepted[-1]
+    assert sum(num_accepted) > 0
+    _, *steps, _ = gpu.events.between("step")
+    assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RESULT} for step in steps)

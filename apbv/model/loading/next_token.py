@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import UnsupportedModelError
 from ..families import family_of
+from ..fused import StandIn
 from ..linear_attention import is_linear
 from ..modules import decoder_layers, final_norm
 from ..next_token import NextTokenInput, NextTokenModel
@@ -130,9 +131,7 @@ class _NextTokenModules(nn.Module):
 
 def _own_class(module: nn.Module) -> type[Any]:
     """Return the class of transformers of a module, for which another may stand in."""
-    if getattr(module, "is_fused", False):
-        return type(module).__mro__[2]
-    return type(module)
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, StandIn))
 
 
 def _qwen_name(name: str) -> str | None:
