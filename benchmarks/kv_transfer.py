@@ -139,7 +139,11 @@ def made_up_prefill(
         layers.append((keys, values))
     positions = torch.arange(num_tokens)[None]
     identity = ModelIdentity(
-        model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
+        model="made up",
+        revision=None,
+        family="qwen2_5_vl",
+        config_sha256="",
+        weights_sha256="",
     )
     return PrefillResult(
         logits=torch.zeros(1, 1),
@@ -150,6 +154,7 @@ def made_up_prefill(
         timer=StageTimer(hosts),
         kv=ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts),
         model=lambda: identity,
+        num_kv_heads=num_kv_heads,
     )
 
 

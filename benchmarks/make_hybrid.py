@@ -8,8 +8,8 @@ draft.
 Every fourth layer attends; the others have linear attention. The draft is the target's first two
 layers, one of each kind, and its head. The outputs of the target's further layers are scaled down
 (--share): so the draft's tokens are accepted more often than a stranger's, and less often than the
-target's own. Answers are no language, and how often a trained draft's tokens are accepted the pair
-cannot show.
+target's own. Answers are random text. The pair cannot show how often a trained draft's tokens are
+accepted.
 """
 
 import argparse

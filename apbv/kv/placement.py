@@ -289,7 +289,11 @@ class ShardedKV(PlacedKV):
         for span in layout.cache_spans(self.hosts.rank):
             if span != layout.query:
                 num_rows += len(span)
-        states = None if self.states is None else self.states.before_question
+        states = None
+        if self.states is not None:
+            states = self.states.before_question
+            if states is None:
+                return None  # they were not kept
         return self._before_query(num_rows, layout, states)
 
     def behind(self, layout: ContextLayout) -> "ShardedKV":

@@ -17,7 +17,7 @@ from .cancelling import CancelBetweenLayers, Stop, require_going_on
 from .encoding.placeholder_exchange import PlaceholderRows
 from .prefill_observer import ObservedPass, PrefillObserver, SplitPrompt
 from .reduction import LayerReducer
-from .split_linear_attention import SplitLinearAttention
+from .split_linear_attention import QuestionAfterContext, SplitLinearAttention
 
 
 def run_language_model(
@@ -105,7 +105,8 @@ def run_language_model(
         steps.append(ObservedPass(observer, prompt, has_context=False))
     with parts.rotary_of_prompt(prompt_length):
         attention = _PrefillAttention(NewTokenAttention(parts.backend, hosts=hosts), steps)
-        return run_layers(parts, rows, cache, attention, linear=states, steps=steps)
+        of_question = None if states is None else QuestionAfterContext(states)
+        return run_layers(parts, rows, cache, attention, linear=of_question, steps=steps)
 
 
 @dataclass(frozen=True)

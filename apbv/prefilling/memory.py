@@ -172,10 +172,13 @@ def host_memory(
     if sizes.linear is not None:
         layer_states = sizes.linear.layer_bytes(itemsize)
         states = sizes.state_bytes(itemsize)
-        # Of a question in the same pass, those before it and before its last token are kept, too.
-        has_question = (len(layout.query) > 0 and not asks_apart) or not layout.is_split
-        num_copies = 3 if has_question else 1
-        prefill["states"] = gathered["states"] = num_copies * states
+        # Of a question that is not split, those before it and before its last token are kept, too.
+        has_question = len(layout.query) > 0 or not layout.is_split
+        num_kept = 3 if has_question else 1
+        # A question that is asked apart is run after the context, in a pass with few tokens.
+        num_copies = 1 if asks_apart and layout.is_split else num_kept
+        prefill["states"] = num_copies * states
+        gathered["states"] = num_kept * states
         if not num_rows:  # it receives a layer's states, and copies them; then the logits
             prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
         num_before, kv_before = _kv_before_last_linear(

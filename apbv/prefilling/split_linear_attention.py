@@ -29,6 +29,46 @@ from ..model.parts import ModelParts
 MOST_TOKENS = 4096
 
 
+class QuestionAfterContext:
+    """Computes the linear attention of a question in a pass of its own, on one host or on each.
+
+    Args:
+        states: those after the context, which become those after the question, and get those before
+            it and before its last token.
+    """
+
+    def __init__(self, states: LinearStates):
+        self._states = states
+        self._inputs_before_last: dict[int, Tensor] = {}
+        states.before_question = states.copy()
+        states.before_last = LinearStates(states.places)
+
+    def convolve(self, layer: int, mixed: Tensor, convolution: Convolution) -> Tensor:
+        outs = []
+        if mixed.shape[2] > 1:
+            outs.append(self._states.convolve(layer, mixed[:, :, :-1], convolution))
+        before_last = self._states.get_conv_state(layer, state_idx=0)
+        assert before_last is not None, "the context was read"
+        # Of a single token the states are changed in place.
+        self._inputs_before_last[layer] = before_last.clone()
+        outs.append(self._states.convolve(layer, mixed[:, :, -1:], convolution))
+        return torch.cat(outs, dim=2)
+
+    def attend(self, layer: int, inputs: tuple[Tensor, ...], rule: Rule) -> Tensor:
+        outs = []
+        if inputs[0].shape[1] > 1:
+            first = tuple(tensor[:, :-1] for tensor in inputs)
+            outs.append(self._states.attend(layer, first, rule))
+        before_last = self._states.get_recurrent_state(layer, state_idx=0)
+        assert before_last is not None, "the context was read"
+        kept = self._states.before_last
+        assert kept is not None, "it is filled here"
+        kept.put(layer, self._inputs_before_last.pop(layer), before_last)
+        last = tuple(tensor[:, -1:] for tensor in inputs)
+        outs.append(self._states.attend(layer, last, rule))
+        return torch.cat(outs, dim=1)
+
+
 class SplitLinearAttention:
     """Computes the linear attention of a host's tokens in a prefill; collective.
 

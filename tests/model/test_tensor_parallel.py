@@ -1,6 +1,7 @@
 """Hosts of several processes: the results of hosts of one, with an equal share of the language
 model on each."""
 
+import random
 import time
 from pathlib import Path
 from shutil import copytree
@@ -456,3 +457,41 @@ def test_a_failing_process_ends_all(checkpoints, tmp_path):
     failure = "ValueError: out of luck"
     passed_on = f"HostError: host 0, member 0 failed in prefill: {failure}"
     assert [outcome.result for outcome in outcomes] == [failure, passed_on]
+
+
+OTHER_LAYERS = (
+    "glm4v",
+    "glm4v_moe",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4",
+    "qwen3_moe",
+    "qwen3_next",
+)
+NUM_PROMPTS = 30
+
+
+def many_job(processes: HostGroup, size: int, path: str, clip: str, reads_video: bool) -> list:
+    """Answers to prompts of many lengths, about a text or about some frames."""
+    hosts = joined(processes, size) if size > 1 else processes
+    engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(passing_len=10_000))
+    chance = random.Random(7)
+    answers = []
+    for number in range(NUM_PROMPTS):
+        request = {"context": SENTENCE * chance.randint(1, 12)}
+        if reads_video and number % 2:
+            request = {"video": clip, "num_frames": chance.randint(2, 16)}
+        answer = engine.generate(QUESTION, max_new_tokens=chance.randint(1, 5), **request)
+        answers.append(answer.token_ids)
+    return answers
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", OTHER_LAYERS)
+def test_many_answers_are_those_of_one_process(pool, checkpoints, clip, family):
+    path = str(checkpoints(family))
+    reads_video = family in families.VIDEO_FAMILIES
+    (whole,) = pool.run(1, many_job, 1, path, str(clip), reads_video)
+    for share in pool.run(4, many_job, 2, path, str(clip), reads_video):
+        assert share == whole

@@ -268,14 +268,84 @@ def reuse_job(hosts: HostGroup, clip, reuse: ReuseConfig | None, settings: dict)
     return answers
 
 
-@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (2, "gathered"), (3, "sharded")])
-def test_a_further_question_goes_on_from_the_states_before_the_first(pool, clip, num_hosts, kv):
-    settings = {"kv": kv, "passing_len": UNCOMPRESSED}
+ASKED_APART = {"fused_query": False}
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "kv", "more"),
+    [
+        (1, "gathered", {}),
+        (2, "gathered", {}),
+        (3, "sharded", {}),
+        (2, "sharded", ASKED_APART),
+        (3, "gathered", ASKED_APART),
+    ],
+)
+def test_a_further_question_goes_on_from_the_states_before_the_first(
+    pool, clip, num_hosts, kv, more
+):
+    settings = {"kv": kv, "passing_len": UNCOMPRESSED, **more}
     (plain,) = pool.run(1, reuse_job, clip, None, {**settings, "kv": "gathered"})
     reuse = ReuseConfig(mode="kv")
     for answers in pool.run(num_hosts, reuse_job, clip, reuse, settings):
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
         assert [reused for _, reused in answers] == [None, "kv", "kv"]
+
+
+def apart_job(hosts: HostGroup, method: str, kv: str) -> tuple:
+    """A further question, of a method that asks apart; and the answer that transformers goes on
+    with."""
+    engine = build_engine(
+        hosts,
+        "qwen3_5",
+        kv=kv,
+        reuse=ReuseConfig(mode="kv"),
+        dtype=torch.float32,
+        method=method,
+        anchor_len=8,
+        passing_len=6 if method == "apb" else 0,
+    )
+    request = {"context": "some words of a text " * 12}
+    reused = []
+    for question in ("What is it?", "Who?", "Who?"):
+        answer = engine.generate(question, max_new_tokens=4, **request)
+        reused.append((answer.stats["reused"], answer.token_ids))
+    state = engine.prefill("What is it?", **request)
+    own = engine.decode(state, max_new_tokens=5).token_ids
+    inputs = state.generate_inputs()
+    if inputs:
+        out = engine.model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        assert out[0, state.num_tokens :].tolist() == own
+    return reused
+
+
+@pytest.mark.parametrize(
+    ("method", "kv"), [("apb", "sharded"), ("apb", "gathered"), ("star", "sharded")]
+)
+def test_states_before_a_question_that_is_asked_apart_are_kept(pool, method, kv):
+    first, *others = pool.run(2, apart_job, method, kv)
+    assert [reused for reused, _ in first] == [None, "kv", "kv"]
+    assert first[1] == first[2]
+    assert all(other == first for other in others)
+
+
+def earlier_states_job(hosts: HostGroup, settings: dict) -> list[list[torch.Tensor]]:
+    """The states before the question, before the last token and behind it, of every layer."""
+    engine = build_engine(hosts, "qwen3_next", dtype=torch.float32, **settings)
+    states = engine.prefill("What is it?", context="some words of a text " * 12).kv.states
+    found = []
+    for each in (states.before_question, states.before_last, states):
+        found.append([tensor.clone() for of_layer in each.tensors for tensor in of_layer])
+    return found
+
+
+def test_states_around_a_question_that_is_asked_apart_are_those_of_one_process(pool):
+    settings = {"passing_len": UNCOMPRESSED}
+    (expected,) = pool.run(1, earlier_states_job, settings)
+    for host in pool.run(2, earlier_states_job, {**settings, **ASKED_APART}):
+        for there, here in zip(expected, host, strict=True):
+            for tensor, own in zip(there, here, strict=True):
+                torch.testing.assert_close(own, tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_saved_states_of_another_model_are_not_read(tmp_path):

@@ -1,5 +1,6 @@
 """Drafts by the multi-token prediction layer of a checkpoint."""
 
+import random
 from functools import cache
 from shutil import copytree
 from unittest.mock import patch
@@ -272,3 +273,37 @@ def test_a_model_that_was_loaded_elsewhere_reads_the_layer_from_its_checkpoint(s
     answers = [engine.generate(QUESTION, max_new_tokens=5, **TEXT) for engine in (loaded, own)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[1].stats["speculation"]["num_drafted"] > 0
+
+
+NUM_PROMPTS = 30
+
+
+def many_job(hosts: HostGroup, path: str, clip: str, way: dict | None, together: bool) -> list:
+    """Answers to prompts of many lengths, about a text or about some frames."""
+    speculate = None if way is None else speculative_config(**way)
+    engine = Engine.from_pretrained(
+        path, hosts=hosts, prefill=PrefillConfig(passing_len=10_000), speculate=speculate
+    )
+    chance = random.Random(3)
+    questions = []
+    for number in range(NUM_PROMPTS):
+        question = {"prompt": QUESTION, "context": text_of(chance.randint(2, 60))}
+        if engine.parts.sees_video and number % 2:
+            frames = chance.randint(2, 16)
+            question = {"prompt": QUESTION, "video": clip, "num_frames": frames}
+        sampling = SamplingParams(max_new_tokens=chance.randint(1, 14))
+        questions.append({**question, "sampling": sampling})
+    if together:
+        answers = dict(engine.generate_all(questions, max_together=5))
+        return [answers[number].token_ids for number in range(NUM_PROMPTS)]
+    return [engine.generate(**question).token_ids for question in questions]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm_ocr"])
+def test_many_answers_stay_the_same(pool, saved, clip, family):
+    path = saved(family)
+    (plain,) = pool.run(1, many_job, path, str(clip), None, False)
+    for num_hosts, together in ((1, False), (2, True), (4, False)):
+        for answers in pool.run(num_hosts, many_job, path, str(clip), WITH_LAYER, together):
+            assert answers == plain
