@@ -353,6 +353,33 @@ def test_a_row_with_few_samples_is_not_drawn_and_others_with_all_of_theirs():
     }
 
 
+def test_the_page_shows_what_more_hosts_change():
+    """The default is one that diverges no more than on 8 hosts."""
+    folder = ROOT / "docs" / "records"
+    records = read_records([folder / "ruler-hosts.jsonl"])
+    require_table(ROOT / "docs" / "accuracy.md", kl_table(records))
+    labels = [label for (label,) in grouped(records, "label")]
+    budget = [label for label in labels if "n/8 in all" in label and "random" not in label]
+    assert len(budget) == 3
+    on_8_hosts = [
+        record["kl"]
+        for record in read_records([folder / "ruler.jsonl"])
+        if (record["label"], record["num_tokens"], record["hosts"]) == ("apbv", 16384, 8)
+    ]
+    mean = statistics.fmean
+    for hosts in (16, 32, 64):
+        of_hosts = {
+            label: mean(r["kl"] for r in rows if r["hosts"] == hosts)
+            for (label,), rows in grouped(records, "label").items()
+            if label != "full"
+        }
+        assert of_hosts["apbv"] < mean(on_8_hosts)
+        for label in budget:
+            assert mean(on_8_hosts) < of_hosts[label]
+            for bad in ("apbv, n/8 in all, random pairs", "apbv, no passing", "star"):
+                assert 2 * of_hosts[label] < of_hosts[bad]
+
+
 def test_the_notes_show_which_tasks_the_model_can_do():
     rows = grouped(read_records([ROOT / "docs" / "records" / "ruler-tasks.jsonl"]), "task")
     assert {task for (task,) in rows} == set(TASKS)
