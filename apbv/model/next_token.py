@@ -157,7 +157,9 @@ class _Written:
     keys: Tensor
     values: Tensor
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.keys = keys
         self.values = values
         return keys, values
