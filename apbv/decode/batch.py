@@ -392,9 +392,13 @@ class Batch:
         layers: Sequence[GrowingLayer],
         position: int,
         states: LinearStates | None,
-        kind: type[OwnKV] = OwnKV,
+        kind: type[OwnKV] | None = None,
     ) -> OwnKV:
-        """Take over KV, and a hybrid's states, that were computed in another stream."""
+        """Take over KV, and a hybrid's states, that were computed in another stream.
+
+        Args:
+            kind: the class of a draft's; None: :class:`OwnKV`.
+        """
         if self._stream is not None:
             # Its memory has to last as long as this stream uses it.
             tensors = []
@@ -404,6 +408,7 @@ class Batch:
                 tensors += of_layer
             for tensor in tensors:
                 tensor.record_stream(self._stream)
+        kind = kind or OwnKV
         return kind(layers, position, None if states is None else AnswerStates(states))
 
 
