@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from apbv import Engine, HostGroup, PrefillConfig, SamplingParams
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SamplingParams
 from apbv.kv.cache import appending_in_place, growing_layers
 from apbv.runner.batch_steps import OwnKV, TokenOutputs
 from apbv.speculate.drafters.next_token import NextTokenDrafter, NextTokenKV
@@ -307,3 +307,19 @@ def test_many_answers_stay_the_same(pool, saved, clip, family):
     for num_hosts, together in ((1, False), (2, True), (4, False)):
         for answers in pool.run(num_hosts, many_job, path, str(clip), WITH_LAYER, together):
             assert answers == plain
+
+
+def reduced_job(hosts: HostGroup, path: str, clip: str, way: dict | None) -> list[int]:
+    reduce = ReduceConfig(method="fastvid", ratio=0.5)
+    speculate = None if way is None else speculative_config(**way)
+    config = PrefillConfig(passing_len=10_000, reduce=reduce)
+    engine = Engine.from_pretrained(path, hosts=hosts, prefill=config, speculate=speculate)
+    request = {"video": clip, "num_frames": FRAMES, "max_new_tokens": STEPS}
+    return engine.generate(QUESTION, **request).token_ids
+
+
+def test_a_prompt_without_pruned_tokens_is_the_layers_too(pool, saved, clip):
+    path = saved("qwen3_5")
+    plain, _ = pool.run(2, reduced_job, path, str(clip), None)
+    for tokens in pool.run(2, reduced_job, path, str(clip), WITH_LAYER):
+        assert tokens == plain
