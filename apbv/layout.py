@@ -37,6 +37,11 @@ def split_evenly(items: range, num_runs: int) -> list[range]:
     return runs
 
 
+def can_share_kv_heads(num_kv_heads: int, num_members: int) -> bool:
+    """Return whether a host's T processes can share KV heads, or replicate them, evenly."""
+    return num_kv_heads % num_members == 0 or num_members % num_kv_heads == 0
+
+
 def kv_heads_of_member(num_kv_heads: int, member: int, num_members: int) -> range:
     """Return the KV heads that one of a host's T processes has.
 
@@ -44,7 +49,7 @@ def kv_heads_of_member(num_kv_heads: int, member: int, num_members: int) -> rang
     are 1/T of all in their order.
 
     Args:
-        num_kv_heads: of the whole model; T divides them, or they divide T.
+        num_kv_heads: of the whole model; see :func:`can_share_kv_heads`.
         member: the number of the process.
         num_members: T.
     """

@@ -13,7 +13,7 @@ from ...errors import StorageError
 from ...hosts import HostGroup
 from ...input.prompts.model_inputs import ModelInputs
 from ...input.prompts.visual import VisualInput, VisualItem
-from ...layout import ContextLayout, plan_layout, split_evenly
+from ...layout import ContextLayout, can_share_kv_heads, plan_layout, split_evenly
 from ...model.linear_attention import LinearStates
 from ...model.parts import ModelParts
 from ..cache import ShardedCache
@@ -174,7 +174,7 @@ def _read_layers(
     """
     num_kv_heads = saved.manifest.num_kv_heads
     num_processes = hosts.tensor_parallel_size
-    if num_kv_heads % num_processes and num_processes % num_kv_heads:
+    if not can_share_kv_heads(num_kv_heads, num_processes):
         raise StorageError(
             f"the KV in {saved.path} has {num_kv_heads} KV heads, which can neither be split "
             f"evenly across {num_processes} processes nor be replicated evenly"

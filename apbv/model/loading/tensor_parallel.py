@@ -27,7 +27,7 @@ from transformers.utils import is_accelerate_available
 from ...compat.versions import how_to_install, release
 from ...errors import BackendUnavailableError, InvalidConfigError, UnsupportedModelError
 from ...hosts import HostGroup
-from ...layout import kv_heads_of_member
+from ...layout import can_share_kv_heads, kv_heads_of_member
 from ..families import family_of, hybrid_family
 from ..linear_attention import is_linear
 from ..modules import decoder_layers
@@ -68,10 +68,11 @@ LAYER_PLAN = {
     "linear_attn.in_proj_ba": "colwise_gather_output",
     "linear_attn.out_proj": "colwise_gather_output",
 }
-# The experts among which a router chooses: their weights are tensors of three dimensions.
-# Every process loads all, of KV heads that are fewer than processes, and keeps one.
+# Where a model has fewer KV heads than processes, each process loads the projections of all heads,
+# and keeps those of one.
 _REPLICATED = "replicate"
 _KV_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
+# The experts among which a router chooses: their weights are tensors of three dimensions.
 EXPERT_COLUMNS_PLAN = {
     "mlp.experts.gate_up_proj": "packed_colwise",
     "mlp.experts.down_proj": "rowwise",
@@ -162,8 +163,7 @@ def load_sharded(
 
 def _keep_own_kv_heads(model: PreTrainedModel, member: int, num_members: int) -> None:
     """Cut the projections of keys and values that were loaded whole to this member's KV heads."""
-    config = model.config
-    sizes = family_of(config).sizes
+    sizes = family_of(model.config).sizes
     if sizes.kv_heads >= num_members:
         return
     heads = kv_heads_of_member(sizes.kv_heads, member, num_members)
@@ -332,7 +332,7 @@ def require_divisible(
                 f"the model's {count} {what} cannot be split evenly across {tensor_parallel} "
                 "processes"
             )
-    if sizes.kv_heads % tensor_parallel and tensor_parallel % sizes.kv_heads:
+    if not can_share_kv_heads(sizes.kv_heads, tensor_parallel):
         raise UnsupportedModelError(
             f"the model's {sizes.kv_heads} KV heads can neither be split evenly across "
             f"{tensor_parallel} processes nor be replicated evenly"
