@@ -15,33 +15,13 @@ from ..model.parts import ModelParts
 from .answer_states import AnswerStates, RunStates
 from .decoder import forward
 from .graphs import RecordedSteps, Step, may_record
+from .outputs import LatestOutput, TokenOutputs
 
 # Batch sizes with a graph; graphs also differ by the KV length, up to 1,024, 4,096, 16,384, … rows.
 _SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
 _ROWS = tuple(1024 * 4**power for power in range(12))
 
 Tokens = Sequence[int] | Tensor
-
-
-class TokenOutputs:
-    """The output of a model's last norm for the newest tokens of one answer in a batch."""
-
-    def __init__(self):
-        self._first = 0  # the number of the first token whose output is kept
-        self._rows: Tensor | None = None
-
-    def write(self, place: int, rows: Tensor) -> None:
-        """Keep the output ``[S, d]`` for tokens from number ``place`` on, in place of earlier."""
-        if self._rows is not None:
-            rows = torch.cat([self._rows[: place - self._first], rows])
-        self._rows = rows
-
-    def between(self, start: int, stop: int) -> Tensor:
-        """Return the output for these tokens, and keep that before them no longer."""
-        assert self._rows is not None, "the tokens were run"
-        self._rows = self._rows[start - self._first :]
-        self._first = start
-        return self._rows[: stop - start]
 
 
 class OwnKV:
@@ -152,17 +132,17 @@ class BatchRunner:
 
     Args:
         parts: the model.
-        keeps_outputs: whether the output of the last norm is kept, in :attr:`outputs` and where an
+        keeps_outputs: whether the output of the last norm is kept, in :attr:`output` and where an
             answer's KV has a place for it. Then no passes are captured.
 
     Attributes:
-        outputs: ``[S, d]`` of the latest pass; None: it is not kept.
+        output: that of the latest pass; None: it is not kept.
     """
 
     def __init__(self, parts: ModelParts, keeps_outputs: bool = False):
         self._parts = parts
-        self.outputs: Tensor | None = None
-        self._steps = (_LatestOutputs(self),) if keeps_outputs else ()
+        self.output = LatestOutput() if keeps_outputs else None
+        self._steps = () if self.output is None else (self.output,)
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
         # The addresses of an answer's states change.
@@ -197,8 +177,9 @@ class BatchRunner:
         else:
             logits = self._run_with_addresses(ids, kvs, counts, linear)
         counts = _counts_or_ones(kvs, counts)
-        if self.outputs is not None:
-            for kv, rows in zip(kvs, self.outputs.split(list(counts)), strict=True):
+        if self.output is not None:
+            assert self.output.rows is not None, "a pass has run"
+            for kv, rows in zip(kvs, self.output.rows.split(list(counts)), strict=True):
                 if kv.outputs is not None:
                     kv.outputs.write(kv.num_run, rows)
         for kv, count in zip(kvs, counts, strict=True):
@@ -268,16 +249,6 @@ class BatchRunner:
         )
         logits = self._recorded.run(shape, lambda: _Step(self._parts, *shape), ids, kvs, counts)
         return logits[: len(ids)]
-
-
-class _LatestOutputs(LayerStep):
-    """Keeps the output of the last norm in its runner."""
-
-    def __init__(self, runner: BatchRunner):
-        self._runner = runner
-
-    def on_output(self, hidden: Tensor) -> None:
-        self._runner.outputs = hidden[0]
 
 
 class _Step(Step):

@@ -17,6 +17,7 @@ from ..model.parts import ModelParts
 from .answer_states import AnswerStates, RunStates
 from .dynamic_pruning import DynamicPruning
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
+from .outputs import LatestOutput, TokenOutputs
 
 
 def forward(
@@ -50,31 +51,6 @@ def forward(
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 
 
-class KeptOutputs(LayerStep):
-    """Keeps the output of a model's last norm, of all tokens of an answer since it was taken."""
-
-    def __init__(self):
-        self._rows: list[Tensor] = []
-
-    def on_output(self, hidden: Tensor) -> None:
-        self._rows.append(hidden[0])
-
-    def take_back(self, count: int, kept: Sequence[int]) -> None:
-        """Drop the last ``count`` tokens but the first of them, which are kept.
-
-        Args:
-            kept: their numbers in 0 .. count - 1.
-        """
-        rows = torch.cat(self._rows)
-        self._rows = [rows[: len(rows) - count + len(kept)]]
-
-    def take(self) -> Tensor:
-        """Return the kept rows ``[S, d]``, and keep them no longer."""
-        rows = torch.cat(self._rows)
-        self._rows = []
-        return rows
-
-
 class ModelRunner:
     """Runs a language model on new tokens and appends their KV to a cache.
 
@@ -88,8 +64,11 @@ class ModelRunner:
         states: those of a hybrid's linear attention. :class:`LinearStates` are changed in place,
             and cannot go back; with :class:`AnswerStates` no steps are captured.
         pruning: the attention of an answer that leaves out visual tokens; None: none are.
-        outputs: gets the output of the last norm of every token; None: it is not kept. With it no
-            steps are captured.
+        keeps_outputs: whether the output of the last norm is kept, in :attr:`output`. Then no steps
+            are captured.
+
+    Attributes:
+        output: that of the latest pass; None: it is not kept.
     """
 
     def __init__(
@@ -99,7 +78,7 @@ class ModelRunner:
         hosts: HostGroup | None = None,
         states: LinearStates | AnswerStates | None = None,
         pruning: DynamicPruning | None = None,
-        outputs: "KeptOutputs | None" = None,
+        keeps_outputs: bool = False,
     ):
         self._parts = parts
         self._cache = cache
@@ -107,8 +86,9 @@ class ModelRunner:
         self._hosts = hosts
         self._states = states
         self._pruning = pruning
-        self._steps = () if outputs is None else (outputs,)
-        is_plain = pruning is None and outputs is None
+        self.output = LatestOutput() if keeps_outputs else None
+        self._steps = () if self.output is None else (self.output,)
+        is_plain = pruning is None and not keeps_outputs
         can_record = is_plain and not isinstance(states, AnswerStates)
         records = can_record and may_record(parts, hosts)
         self._recorded = RecordedSteps(parts) if records else None
@@ -149,24 +129,31 @@ class ModelRunner:
             attention = NewTokenAttention(parts.backend, there, self._hosts)
         new_ids = to_device(ids, device)
         places = to_device(positions, device)
-        if not isinstance(self._states, AnswerStates):
-            return forward(
-                parts,
-                new_ids,
-                places,
-                self._cache,
-                attention,
-                last_only,
-                self._states,
-                self._steps,
-            )
-        self._states.prepare()
-        linear = RunStates([self._states], [len(ids)])
+        states = self._states
+        linear: LinearAttention | None
+        if isinstance(states, AnswerStates):
+            states.prepare()
+            linear = RunStates([states], [len(ids)])
+        else:
+            linear = states
         logits = forward(
-            parts, new_ids, places, self._cache, attention, last_only, linear, self._steps
+            parts,
+            new_ids,
+            places,
+            self._cache,
+            attention,
+            last_only,
+            linear,
+            self._steps,
+            self._embedded,
         )
-        self._states.num_run += len(ids)
+        if isinstance(states, AnswerStates):
+            states.num_run += len(ids)
         return logits
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the first layer's input ``[1, S, d]`` of ids ``[1, S]``."""
+        return self._parts.embed_tokens(ids)
 
     def _run_recorded(
         self,
@@ -294,7 +281,7 @@ class Decoder:
         keeps_outputs: whether the output of the last norm is kept, for a draft that reads it.
 
     Attributes:
-        outputs: the kept output; None: it is not kept.
+        outputs: the output of the last norm for the newest tokens; None: it is not kept.
         cache: the cache that tokens are appended to; None on hosts that run nothing.
         prompt_states: a hybrid's states of linear attention behind the prompt; None: the model has
             none.
@@ -315,10 +302,11 @@ class Decoder:
         keeps_outputs: bool = False,
     ):
         self.next_position = next_position
+        self._first_position = next_position
         self.cache = kv.continued()
         self.prompt_states = kv.states
         self.states: AnswerStates | None = None
-        self.outputs = KeptOutputs() if keeps_outputs else None
+        self.outputs = TokenOutputs() if keeps_outputs else None
         self._runner = None
         if self.cache is not None:
             in_place = None
@@ -327,7 +315,7 @@ class Decoder:
             elif kv.states is not None:
                 in_place = kv.states.copy()  # the prompt's stay
             self._runner = ModelRunner(
-                parts, self.cache, kv.attending, self.states or in_place, pruning, self.outputs
+                parts, self.cache, kv.attending, self.states or in_place, pruning, keeps_outputs
             )
         self.hosts = kv.hosts
         self.prunes = pruning is not None
@@ -367,7 +355,12 @@ class Decoder:
             return None
         if self.states is not None:
             self.states.num_certain = self.states.num_run
-        return self._runner.run(tokens, positions, visible, last_only)
+        logits = self._runner.run(tokens, positions, visible, last_only)
+        latest = self._runner.output
+        if self.outputs is not None and latest is not None:
+            assert latest.rows is not None, "a pass has run"
+            self.outputs.write(first - self._first_position, latest.rows)
+        return logits
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
         """Roll back the last ``count`` tokens.
@@ -382,9 +375,6 @@ class Decoder:
         if self.states is not None:
             assert list(kept) == list(range(len(kept))), "hybrids verify no trees"
             self.states.num_run += len(kept) - count
-        if self.outputs is not None and self.cache is not None:
-            assert list(kept) == list(range(len(kept))), "drafts that read outputs are chains"
-            self.outputs.take_back(count, kept)
         self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SamplingParams
 from apbv.kv.cache import appending_in_place, growing_layers
-from apbv.runner.batch_steps import OwnKV, TokenOutputs
+from apbv.runner.batch_steps import OwnKV
+from apbv.runner.outputs import TokenOutputs
 from apbv.speculate.drafters.next_token import NextTokenDrafter, NextTokenKV
 from apbv.speculate.loops.speculative_batch import SpeculativeBatch
 

@@ -7,16 +7,36 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...config import SamplingParams
-from ...device.copies import to_device
 from ...kv.cache import appending_in_place
-from ...model.attention import NewTokenAttention, apbv_attention
-from ...model.forward import LayerRows, run_layers
 from ...model.next_token import NextTokenModel
 from ...runner.batch_steps import BatchRunner, OwnKV, Tokens
+from ...runner.decoder import ModelRunner
+from ...runner.outputs import TokenOutputs
 from .drafters import ModelDrafter, ReadPrompt
 
 
-class NextTokenRunner:
+def hidden_before(
+    first: int, num_tokens: int, last_hidden: Tensor, target: TokenOutputs | None
+) -> Tensor:
+    """Return the target's hidden states before an answer's tokens from number ``first`` on.
+
+    Args:
+        num_tokens: of the answer, the last of which the target has not run.
+        last_hidden: ``[1, d]``, behind the prompt's last token.
+        target: its output for the answer's tokens.
+
+    Returns:
+        ``[num_tokens - first, d]``.
+    """
+    before = [last_hidden] if first == 0 else []
+    num_known = num_tokens - 1
+    if num_known:
+        assert target is not None, "it is kept"
+        before.append(target.between(max(0, first - 1), num_known))
+    return torch.cat(before)
+
+
+class NextTokenRunner(ModelRunner):
     """Runs the layer on new tokens, each with the hidden state behind the token before it.
 
     Args:
@@ -28,12 +48,12 @@ class NextTokenRunner:
             layer's own output for the last one, which the token that was drafted goes with.
     """
 
-    def __init__(self, model: NextTokenModel, cache: DynamicCache):
-        self._model = model
-        self._cache = cache
-        self.hidden: Tensor | None = None
+    hidden: Tensor
 
-    @torch.no_grad()
+    def __init__(self, model: NextTokenModel, cache: DynamicCache):
+        super().__init__(model.parts, cache, keeps_outputs=True)
+        self._model = model
+
     def run(
         self,
         ids: Sequence[int] | Tensor,
@@ -41,22 +61,13 @@ class NextTokenRunner:
         visible: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Run the layer on S tokens; see :meth:`apbv.runner.decoder.ModelRunner.run`.
+        logits = super().run(ids, positions, visible, last_only)
+        assert self.output is not None and self.output.rows is not None, "it is kept"
+        self.hidden = self.output.rows[-1:]
+        return logits
 
-        Args:
-            positions: the rotary positions of the tokens before them.
-        """
-        assert visible is None, "the layer drafts chains"
-        assert last_only, "only the last token's logits are needed"
-        assert self.hidden is not None, "every token has a hidden state before it"
-        parts = self._model.parts
-        embeddings = parts.embed_tokens(to_device(ids, parts.device))
-        joined = self._model.join(embeddings[None], self.hidden[None])
-        rows = LayerRows(joined, to_device(positions, parts.device)[None])
-        with apbv_attention(parts.language_model):
-            out = run_layers(parts, rows, self._cache, NewTokenAttention(parts.backend))
-        self.hidden = out[0, -1:]
-        return parts.lm_head(out[:, -1:])[0]
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return self._model.join(super()._embedded(ids), self.hidden[None])
 
 
 class NextTokenBatchRunner(BatchRunner):
@@ -68,10 +79,11 @@ class NextTokenBatchRunner(BatchRunner):
         model: the layer.
     """
 
+    _hidden: Tensor  # of all tokens of the run
+
     def __init__(self, model: NextTokenModel):
         super().__init__(model.parts, keeps_outputs=True)
         self._model = model
-        self._hidden: Tensor | None = None
 
     def run(
         self,
@@ -85,16 +97,15 @@ class NextTokenBatchRunner(BatchRunner):
         self._hidden = torch.cat([kv.hidden for kv in own])
         logits = super().run(ids, kvs, counts, follows_drafted)
         # The layer's own output goes with the token that is drafted.
-        assert self.outputs is not None, "it is kept"
+        assert self.output is not None and self.output.rows is not None, "it is kept"
         lengths = [1] * len(own) if counts is None else list(counts)
-        for kv, rows in zip(own, self.outputs.split(lengths), strict=True):
+        for kv, rows in zip(own, self.output.rows.split(lengths), strict=True):
             kv.hidden = rows[-1:]
             if not follows_drafted:
                 kv.num_verified = kv.num_run
         return logits
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        assert self._hidden is not None, "there is a row for each token"
         return self._model.join(super()._embedded(ids), self._hidden[None])
 
 
@@ -119,12 +130,7 @@ class NextTokenKV(OwnKV):
         """
         # At least the last token is run: after a round that failed once more.
         first = min(self.num_verified, num_tokens - 1)
-        before = [last_hidden] if first == 0 else []
-        num_known = num_tokens - 1
-        if num_known:
-            assert target.outputs is not None, "they are kept"
-            before.append(target.outputs.between(max(0, first - 1), num_known))
-        self.hidden = torch.cat(before)
+        self.hidden = hidden_before(first, num_tokens, last_hidden, target.outputs)
         self.num_run = first
 
 
@@ -149,7 +155,7 @@ class NextTokenDrafter(ModelDrafter):
     """
 
     last_hidden: Tensor
-    _runner: NextTokenRunner  # type: ignore[assignment]  # it takes the same arguments
+    _runner: NextTokenRunner
 
     def __init__(
         self,
@@ -190,12 +196,9 @@ class NextTokenDrafter(ModelDrafter):
         self._num_cached = self._num_verified
         missing = list(tokens[self._num_verified :])
 
-        # The hidden states before the missing tokens.
-        before = [] if self._num_verified else [self.last_hidden]
-        num_known = len(missing) - len(before)
-        if num_known:
-            assert self.target is not None and self.target.outputs is not None, "they are kept"
-            before.append(self.target.outputs.take())
-        self._runner.hidden = torch.cat(before)
+        outputs = None if self.target is None else self.target.outputs
+        self._runner.hidden = hidden_before(
+            self._num_verified, len(tokens), self.last_hidden, outputs
+        )
         self._num_verified = len(tokens)
         return missing

@@ -26,7 +26,8 @@ from ...errors import InvalidConfigError
 from ...kv.cache import growing_layers
 from ...model.parts import ModelParts
 from ...pending import Pending
-from ...runner.batch_steps import BatchRunner, OwnKV, TokenOutputs
+from ...runner.batch_steps import BatchRunner, OwnKV
+from ...runner.outputs import TokenOutputs
 from ..drafters.draft import Draft
 from ..drafters.drafters import ModelDrafter
 from ..drafters.next_token import NextTokenBatchRunner, NextTokenDrafter, NextTokenKV
